@@ -1,0 +1,101 @@
+"""What a kernel is, and how the work of one node is cut.
+
+A kernel is a plain function `fn(xp, *operands, out, **params)` over an array namespace `xp` (NumPy or CuPy). Arrays come
+with all four dimensions in NumPy's order (ne3, ne2, ne1, ne0). Rules:
+
+- `out` may be the very memory of an operand with the same layout (ggml's in-place reuse): read before you overwrite.
+- No allocation that grows with the data: temporaries come from `scratch`, whose size `work(node)` states in bytes.
+- `params` are the node's op parameters by name. Types without a NumPy dtype come as `blocks.Rows`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+from workbench.tensors.opspec import OPS
+from workbench.tensors.tensor import Tensor
+
+Step = Callable[[], Any]
+
+
+class Scratch:
+    """A piece of the work buffer (`ggml_compute_params.wdata`) from which a kernel carves its temporaries."""
+
+    def __init__(self, memory: Any) -> None:
+        self.memory = memory
+
+    def arrays(self, *wanted: tuple[tuple[int, ...], Any]) -> list[Any]:
+        """One array per (shape, dtype), side by side, 64-byte aligned; their contents are undefined."""
+        out, at = [], 0
+        for shape, dt in wanted:
+            n = 1
+            for s in shape:
+                n *= s
+            nbytes = n * _itemsize(dt)
+            if at + nbytes > self.memory.size:
+                raise AssertionError(f"scratch of {self.memory.size} bytes is too small: {wanted}")
+            out.append(self.memory[at : at + nbytes].view(dt).reshape(shape))
+            at += -(-nbytes // 64) * 64
+        return out
+
+    def array(self, shape: tuple[int, ...], dt: Any = "f4") -> Any:
+        """One array of this shape."""
+        return self.arrays((shape, dt))[0]
+
+
+def scratch_bytes(*wanted: tuple[int, int]) -> int:
+    """Work bytes for arrays of (elements, bytes per element), padded as `Scratch.arrays` lays them out."""
+    return sum(-(-n * size // 64) * 64 for n, size in wanted)
+
+
+def _itemsize(dt: Any) -> int:
+    import numpy as np
+
+    return np.dtype(dt).itemsize
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel with what the planner must know about it.
+
+    work: bytes of scratch one task needs for this node. cut: which axis of the work may be cut into tasks:
+    "elements" (any axis), "rows" (any but the last), "columns" (the kernel takes `part`, a slice of weight rows; they are
+    the last axis of `out`), None (one task). ufunc: name of the NumPy ufunc that is the whole kernel, called directly.
+    """
+
+    fn: Callable[..., Any]
+    work: Callable[[Tensor], int] | None = None
+    cut: str | None = None
+    ufunc: str = ""
+
+    def bind(self, xp: ModuleType, operands: Sequence[Any], out: Any, params: dict[str, Any], **extra: Any) -> Step:
+        """A call without arguments that computes `out`; made once, run for each pass over the graph."""
+        if self.ufunc:
+            return partial(getattr(xp, self.ufunc), *operands, out)
+        return partial(self.fn, xp, *operands, out=out, **params, **extra)
+
+
+def kernel(*names: str, **planning: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Fill the `kernel` column of the named rows with the decorated function."""
+
+    def fill(fn: Callable[..., Any]) -> Callable[..., Any]:
+        for name in names:
+            OPS[name].kernel = Kernel(fn, **planning)
+        return fn
+
+    return fill
+
+
+def reference(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Fill the `reference` column: `fn(node, *source_arrays) -> array`, the slow definition over ne and nb."""
+
+    def fill(fn: Callable[..., Any]) -> Callable[..., Any]:
+        for name in names:
+            OPS[name].reference = fn
+        return fn
+
+    return fill
