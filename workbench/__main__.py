@@ -1,0 +1,11 @@
+"""`python -m workbench COMMAND`: works with any Python >= 3.11, before anything is installed."""
+import sys
+
+if sys.version_info < (3, 11):
+    sys.exit("The workbench needs Python 3.11 or newer; this is Python %d.%d (%s).\n"
+             "Name a newer one, for example: make lab PYTHON=python3.12" % (*sys.version_info[:2], sys.executable))
+
+from workbench.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
