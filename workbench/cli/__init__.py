@@ -5,25 +5,23 @@ import importlib
 import importlib.util
 import sys
 
-# command -> (module, what it does); a module offers `main(argv) -> exit status`
-COMMANDS: dict[str, tuple[str, str]] = {
-    "lab": ("lab", "open the lessons in JupyterLab (the first time: set up .venv)"),
-    "doctor": ("doctor", "what this machine has, and what to do about what it lacks"),
-    "generate": ("generate", "continue a text with one of the small models"),
-    "info": ("info", "what is inside a GGUF file"),
-    "test": ("test", "run the tests and every notebook"),
-    "size": ("size", "count the code, room by room, against its budget"),
-    "lint": ("develop", "check the style with ruff"),
-    "types": ("develop", "check the annotations with mypy"),
-    "bench": ("develop", "run the benchmarks"),
-    "lock": ("develop", "resolve the dependencies again and rewrite locks/"),
-    "clean": ("develop", "remove .venv and caches; never your work/"),
+from workbench import paths
+
+# command -> (module, packages it needs, what it does); a module offers `main(argv) -> exit status`.
+# The modules in tools/ work in a checkout only. "": any Python will do; else the lock that .venv must hold.
+COMMANDS: dict[str, tuple[str, str, str]] = {
+    "lab": ("workbench.cli.lab", "main", "open the lessons in JupyterLab (the first time: set up .venv)"),
+    "doctor": ("workbench.cli.doctor", "", "what this machine has, and what to do about what it lacks"),
+    "generate": ("workbench.cli.generate", "main", "continue a text with one of the small models"),
+    "info": ("workbench.cli.info", "main", "what is inside a GGUF file"),
+    "test": ("tools.test", "test", "run the tests and every notebook"),
+    "size": ("tools.size", "", "count the code, room by room, against its budget"),
+    "lint": ("tools.lint", "dev", "check the style with ruff"),
+    "types": ("tools.typecheck", "dev", "check the annotations with mypy"),
+    "bench": ("tools.bench", "main", "run the benchmarks"),
+    "lock": ("tools.lock", "dev", "resolve the dependencies again and rewrite locks/"),
+    "clean": ("tools.clean", "", "remove .venv and caches; never your work/"),
 }
-# commands of one module that serves several: it is told which one was asked for
-SHARED = {"develop"}
-# these run in whatever Python is there; all others need the packages and get .venv first
-BARE = {"doctor", "size", "clean"}
-NEEDS = {"lab": "main", "generate": "main", "info": "main", "bench": "main", "test": "test"}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -36,24 +34,33 @@ def main(argv: list[str] | None = None) -> int:
     if command not in COMMANDS:
         print(f"workbench has no command {command!r}.\n\n{usage()}", file=sys.stderr)
         return 2
-    module = f"workbench.cli.{COMMANDS[command][0]}"
-    if importlib.util.find_spec(module) is None:
-        print(f"`{command}` is not in this version of the workbench yet ({module} does not exist).", file=sys.stderr)
+    module, lock, _ = COMMANDS[command]
+    checkout = paths.checkout() is not None
+    if not _exists(module):
+        where = "is not in this version of the workbench yet" if checkout or module.startswith("workbench") \
+            else "works in a checkout of the repository only"
+        print(f"`{command}` {where} ({module} does not exist here).", file=sys.stderr)
         return 2
-    if command not in BARE and not {"-h", "--help"} & set(rest):
-        from workbench.cli import setup
+    if checkout and lock and not {"-h", "--help"} & set(rest):
+        from tools import setup
         try:
-            rest = setup.ensure(NEEDS.get(command, "dev"), command, rest)
+            rest = setup.ensure(lock, command, rest)
         except setup.SetupError as error:
             print(f"\nSet-up failed: {error}", file=sys.stderr)
             return 1
-    run = importlib.import_module(module).main
-    return run([command, *rest]) if COMMANDS[command][0] in SHARED else run(rest)
+    return int(importlib.import_module(module).main(rest))
+
+
+def _exists(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
 
 
 def usage() -> str:
     """The help text: every command with its one line."""
-    lines = [f"  {name:<9} {text}" for name, (_, text) in COMMANDS.items()]
+    lines = [f"  {name:<9} {text}" for name, (_, _, text) in COMMANDS.items()]
     return "\n".join(["usage: python -m workbench COMMAND [options]", "", *lines, "",
                       "--without-cuda leaves CuPy out of the set-up; --here uses the Python you run (conda, a venv of",
                       "your own) and sets nothing up. COMMAND --help tells more."])

@@ -7,7 +7,7 @@ import sys
 import time
 from pathlib import Path
 
-from workbench import paths
+from tools.run import root
 
 HELP = "run the tests and every notebook"
 NO_TESTS = 5                            # pytest's status when it found nothing to run
@@ -23,19 +23,16 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--no-notebooks", action="store_true", help="only the tests")
     parser.add_argument("--serial", action="store_true", help="one process, to use a debugger")
     args, rest = parser.parse_known_args(argv)
-    root = paths.checkout()
-    if root is None:
-        print("The tests are in a checkout of the repository, not in the installed package.", file=sys.stderr)
-        return 2
+    top = root()
     parallel = [] if args.serial else ["-n", "auto", "--dist", "loadscope"]
     results: dict[str, int] = {}
     if not args.notebooks:
-        results["tests"] = run(root, "tests", [*parallel, *(rest or ["tests"])])
+        results["tests"] = run(top, "tests", [*parallel, *(rest or ["tests"])])
     if args.notebooks or not (args.no_notebooks or rest):
-        folder = root / "notebooks"
+        folder = top / "notebooks"
         books = [b for b in folder.rglob("*.ipynb") if ".ipynb_checkpoints" not in b.parts]
         if books:
-            results["notebooks"] = run(root, "notebooks", [*parallel, *notebook_options(folder), *rest, *map(str, books)])
+            results["notebooks"] = run(top, "notebooks", [*parallel, *notebook_options(folder), *rest, *map(str, books)])
         else:
             print("\n== notebooks: there are none yet ==")
     failed = [f"{name} (status {status})" for name, status in results.items() if status]
@@ -50,11 +47,11 @@ def notebook_options(folder: Path) -> list[str]:
     return [*options, f"--nbval-sanitize-with={sanitize}"] if sanitize.is_file() else options
 
 
-def run(root: Path, name: str, options: list[str]) -> int:
+def run(top: Path, name: str, options: list[str]) -> int:
     """One pytest run with a heading and its seconds."""
     print(f"\n== {name} ==", flush=True)
     started = time.monotonic()
-    status = subprocess.run([sys.executable, "-m", "pytest", *options], cwd=root).returncode
+    status = subprocess.run([sys.executable, "-m", "pytest", *options], cwd=top).returncode
     print(f"== {name}: {time.monotonic() - started:.0f} s ==", flush=True)
     if status == NO_TESTS:
         print(f"   pytest found nothing to run for {name}: that counts as a failure here.", flush=True)
