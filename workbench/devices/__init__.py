@@ -1,0 +1,5 @@
+"""Devices: memory and the code that computes on it (`ggml_backend_*`, `ggml_cplan`)."""
+
+from workbench.devices.backend import HOST_MEMORY, Backend, Buffer, BufferType, DeviceType, buffer_type_of
+
+__all__ = ["HOST_MEMORY", "Backend", "Buffer", "BufferType", "DeviceType", "buffer_type_of"]
