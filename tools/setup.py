@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from workbench import paths
+from workbench.errors import WorkbenchError
 
 LOCKS = ("main", "test", "dev")         # each holds everything of those before it, at the same versions
 CUDA = "cupy-cuda12x"
@@ -25,7 +26,7 @@ NEWS_OFF = {"@jupyterlab/apputils-extension:notification":
             {"fetchNews": "false", "checkForUpdates": False}}
 
 
-class SetupError(Exception):
+class SetupError(WorkbenchError):
     """The environment could not be made; the message says what to do."""
 
 
@@ -62,10 +63,26 @@ class Environment:
         return any(have == stamp_for(root, larger, cuda) for larger in LOCKS[LOCKS.index(lock):])
 
 
+def checkout_environment(root: Path) -> Environment:
+    """The environment of a checkout."""
+    return Environment(root / ".venv")
+
+
 def stamp_for(root: Path, lock: str, cuda: bool) -> dict[str, object]:
     """What the stamp must say once `lock` is installed for the running Python."""
     digest = hashlib.sha256((root / "locks" / f"{lock}.txt").read_bytes().replace(b"\r\n", b"\n")).hexdigest()
     return {"lock": lock, "sha256": digest, "python": "%d.%d" % sys.version_info[:2], "cuda": cuda, "root": str(root)}
+
+
+def main(argv: list[str]) -> int:
+    """`setup`: make or update .venv and start nothing; `setup dev` for what developers and CI need."""
+    lock = next((a for a in argv if a in LOCKS), "main")
+    rest = ensure(lock, "setup", argv)
+    if unknown := [a for a in rest if a not in LOCKS]:
+        print(f"usage: python -m workbench setup [{'|'.join(LOCKS)}] [--without-cuda] (not {' '.join(unknown)})")
+        return 2
+    print(f"{sys.prefix} holds all of locks/{lock}.txt.")
+    return 0
 
 
 def ensure(lock: str, command: str, argv: list[str]) -> list[str]:
@@ -79,7 +96,7 @@ def ensure(lock: str, command: str, argv: list[str]) -> list[str]:
             raise SetupError(f"this Python ({sys.executable}) lacks {', '.join(missing)}. "
                              "Install them here, or leave out --here and let the workbench make its own environment.")
         return argv
-    env = Environment(root / ".venv")
+    env = checkout_environment(root)
     cuda = "--with-cuda" in flags or ("--without-cuda" not in flags and env.installed().get("cuda", True) is True)
     if not env.current(root, lock, cuda):
         install(root, env, lock, cuda)
@@ -195,10 +212,10 @@ def _pip(env: Environment, wanted: Path) -> None:
         for text in pip.stdout:
             out.write(text)
             tail = [*tail[-14:], text]
-            if text.startswith("Collecting"):
+            if text.startswith(("Collecting", "Processing")):
                 fetched += 1
                 if sys.stdout.isatty():
-                    print(f"\r  fetching {fetched:>3}  {text.split()[1][:50]:<50}", end="", flush=True)
+                    print(f"\r  fetching {fetched:>3}  {Path(text.split()[1]).name[:50]:<50}", end="", flush=True)
             elif text.startswith("Installing collected"):
                 print(f"\r  unpacking {fetched} packages" + " " * 50, flush=True)
     if pip.returncode:

@@ -6,6 +6,7 @@ import importlib.util
 import sys
 
 from workbench import paths
+from workbench.errors import WorkbenchError
 
 # command -> (module, packages it needs, what it does); a module offers `main(argv) -> exit status`.
 # The modules in tools/ work in a checkout only. "": any Python will do; else the lock that .venv must hold.
@@ -14,6 +15,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "doctor": ("workbench.cli.doctor", "", "what this machine has, and what to do about what it lacks"),
     "generate": ("workbench.cli.generate", "main", "continue a text with one of the small models"),
     "info": ("workbench.cli.info", "main", "what is inside a GGUF file"),
+    "setup": ("tools.setup", "", "only set up .venv: [main|test|dev] [--without-cuda]"),
     "test": ("tools.test", "test", "run the tests and every notebook"),
     "size": ("tools.size", "", "count the code, room by room, against its budget"),
     "lint": ("tools.lint", "dev", "check the style with ruff"),
@@ -41,14 +43,13 @@ def main(argv: list[str] | None = None) -> int:
             else "works in a checkout of the repository only"
         print(f"`{command}` {where} ({module} does not exist here).", file=sys.stderr)
         return 2
-    if checkout and lock and not {"-h", "--help"} & set(rest):
-        from tools import setup
-        try:
-            rest = setup.ensure(lock, command, rest)
-        except setup.SetupError as error:
-            print(f"\nSet-up failed: {error}", file=sys.stderr)
-            return 1
-    return int(importlib.import_module(module).main(rest))
+    try:
+        if checkout and lock and not {"-h", "--help"} & set(rest):
+            rest = importlib.import_module("tools.setup").ensure(lock, command, rest)
+        return int(importlib.import_module(module).main(rest))
+    except WorkbenchError as error:
+        print(f"\n{command}: {error}", file=sys.stderr)
+        return 1
 
 
 def _exists(module: str) -> bool:

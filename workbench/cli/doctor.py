@@ -16,7 +16,7 @@ from workbench import paths
 HELP = "what this machine has, and what to do about what it lacks"
 PACKAGES = ("jupyterlab", "ipywidgets", "numpy", "matplotlib", "graphviz", "nbval", "gguf", "tokenizers", "anywidget",
             "graphviz-pure", "threadpoolctl")
-BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome", "msedge")
+CHROMIUMS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome", "msedge")
 
 
 @dataclass(frozen=True)
@@ -84,8 +84,9 @@ def _environment() -> Finding:
     if Path(sys.prefix).resolve() == venv.resolve():
         return Finding("environment", f"{venv} (active)")
     ready = (venv / "workbench-stamp.json").is_file()
-    return Finding("environment", f"{venv} ({'ready, but this report is about another Python' if ready else 'not made'})",
-                   ready, "`make lab` or `python -m workbench lab` makes it", needed=False)
+    state = "ready, but this report is about another Python" if ready else "not made"
+    return Finding("environment", f"{venv} ({state})", ready,
+                   "`make lab` or `python -m workbench lab` makes it", needed=False)
 
 
 def _packages() -> list[Finding]:
@@ -112,7 +113,8 @@ def _memory() -> Finding:
     total = memory_bytes()
     if total is None:
         return Finding("memory", "unknown on this system")
-    return Finding("memory", f"{total / 1e9:.1f} GB", total > 2e9, "lessons want 2 GB: close other programs", needed=False)
+    return Finding("memory", f"{total / 1e9:.1f} GB", total > 2e9, "lessons want 2 GB: close other programs",
+                   needed=False)
 
 
 def memory_bytes() -> int | None:
@@ -169,9 +171,9 @@ def _lessons() -> Finding:
 
 def _browser() -> Finding:
     from workbench.cli.lab import has_browser
-    chromium = os.environ.get("CHROMIUM") or next((p for p in map(shutil.which, BROWSERS) if p), None)
+    chromium = os.environ.get("CHROMIUM") or next((p for p in map(shutil.which, CHROMIUMS) if p), None)
     if has_browser():
         return Finding("browser", f"yes{f' ({chromium})' if chromium else ''}")
     found = f"{chromium}, but no display: `lab` prints the address" if chromium else "none that can be opened here"
-    return Finding("browser", found, bool(chromium), "`lab` prints the address; open it in any browser. For the browser "
-                   "tests: apt-get install chromium", needed=False)
+    return Finding("browser", found, bool(chromium), "`lab` prints the address; open it in any browser. For the "
+                   "browser tests: apt-get install chromium", needed=False)
