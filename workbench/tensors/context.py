@@ -47,7 +47,8 @@ class Context:
     `with Context(...) as ctx:` makes it the place of new ops inside the block and closes it at the end.
     """
 
-    def __init__(self, mem_size: int = 16 * 2**20, memory: Any = None, no_alloc: bool = False, name: str = "context") -> None:
+    def __init__(self, mem_size: int = 16 * 2**20, memory: Any = None, no_alloc: bool = False,
+                 name: str = "context") -> None:  # fmt: skip
         if mem_size < 0:
             raise ParameterError(f"mem_size={mem_size}", "zero or more bytes")
         self.name, self.no_alloc, self.closed = name, no_alloc, False
@@ -55,7 +56,8 @@ class Context:
         if memory is not None:
             self._storage = HostStorage(memory, name)
             if not self._storage.host_bytes().flags.writeable:
-                raise ContextError("the memory handed in is read-only", "writable memory", "bytearray(n) or np.empty(n, np.uint8)")
+                raise ContextError("the memory handed in is read-only", "writable memory",
+                                   "bytearray(n) or np.empty(n, np.uint8)")  # fmt: skip
         self.mem_size = self._storage.size if self._storage else padded(max(mem_size, ALIGNMENT))
         self._used = 0
         self.objects: list[ArenaObject] = []
@@ -78,10 +80,11 @@ class Context:
         size = padded(nbytes)
         if self._used + OBJECT_BYTES + size > self.mem_size:
             raise ContextFull(
-                f"context {shown(self.name)!r} is full: {kind} {shown(name)!r} needs {OBJECT_BYTES + size:,} bytes, {self.mem_size - self._used:,} of {self.mem_size:,} are left",
+                f"context {shown(self.name)!r} is full: {kind} {shown(name)!r} needs {OBJECT_BYTES + size:,} bytes, "
+                f"{self.mem_size - self._used:,} of {self.mem_size:,} are left",
                 "room for every tensor and graph that is made in it",
-                f"Context(mem_size={self._used + OBJECT_BYTES + size:,}) or more, or no_alloc=True so that data lives in a buffer",
-            )  # fmt: skip
+                f"Context(mem_size={self._used + OBJECT_BYTES + size}) or more, or no_alloc=True: data lives in a buffer",
+            )
         offset = self._used + OBJECT_BYTES
         self.objects.append(ArenaObject(kind, offset, size, name))
         self._used = offset + size

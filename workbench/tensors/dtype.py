@@ -93,14 +93,14 @@ def dtype(which: DTypeLike | int) -> DType:
     if isinstance(which, int) and not isinstance(which, bool):
         if which in _BY_ID:
             return _BY_ID[which]
-        raise DTypeError(f"ggml type id {which}", f"one of {sorted(_BY_ID)}", "a newer ggml may know it; see `DTYPES`")
+        raise DTypeError(f"ggml type id {which}", f"one of {sorted(_BY_ID)}", "see `DTYPES`; a newer ggml may know it")
     if isinstance(which, str):
         lower = {n.lower(): t for n, t in DTYPES.items()}
         if which.lower() in lower:
             return lower[which.lower()]
     else:
         try:
-            native = np.dtype(which).newbyteorder("<")
+            native = np.dtype(which).newbyteorder("<")  # type: ignore[arg-type]
         except TypeError:
             native = None
         if native in _BY_NUMPY:

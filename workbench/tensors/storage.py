@@ -55,7 +55,7 @@ def aligned_bytes(size: int, alignment: int = 64) -> np.ndarray:
     try:
         raw = np.empty(size + alignment, np.uint8)
     except (MemoryError, ValueError) as e:
-        raise AllocationError(f"{size:,} bytes of host memory asked for", "less than the machine has free", str(e)) from None
+        raise AllocationError(f"{size:,} bytes of host memory asked for", "less than is free", str(e)) from None
     start = -raw.ctypes.data % alignment
     return raw[start : start + size]
 
@@ -74,6 +74,7 @@ class HostStorage:
         self.size = self._bytes.size
 
     def host_bytes(self) -> np.ndarray:
+        """The memory itself as uint8, no copy. Raises StorageError after `close`."""
         if self.closed:
             raise StorageError(f"{self.name} is closed", "open memory", "keep the buffer open while tensors use it")
         return self._bytes
@@ -81,15 +82,17 @@ class HostStorage:
     device_bytes = host_bytes
 
     def read(self, offset: int, nbytes: int) -> np.ndarray:
+        """A copy of `nbytes` bytes from `offset`."""
         self._check(offset, nbytes)
         return self.host_bytes()[offset : offset + nbytes].copy()
 
     def write(self, offset: int, data: np.ndarray) -> None:
+        """Copy the bytes of `data` to `offset`; the version grows."""
         raw = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
         self._check(offset, raw.size)
         memory = self.host_bytes()
         if not memory.flags.writeable:
-            raise StorageError(f"{self.name} is read-only memory", "writable memory", "copy the tensor into a buffer first")
+            raise StorageError(f"{self.name} is read-only", "writable memory", "copy the tensor into a buffer first")
         memory[offset : offset + raw.size] = raw
         self.version += 1
 
@@ -99,7 +102,8 @@ class HostStorage:
 
     def _check(self, offset: int, nbytes: int) -> None:
         if offset < 0 or nbytes < 0 or offset + nbytes > self.size:
-            raise StorageError(f"bytes {offset}..{offset + nbytes} of {self.name}", f"a range within its {self.size:,} bytes")
+            raise StorageError(f"bytes {offset}..{offset + nbytes} of {self.name}",
+                               f"a range within its {self.size:,} bytes")  # fmt: skip
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name!r}, {self.size:,} bytes, {self.usage.value})"

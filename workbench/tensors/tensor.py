@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 MAX_DIMS, MAX_SRC, MAX_NAME = 4, 10, 64
 
-Extents = tuple[int, int, int, int]
-"""Elements per dimension, fastest first: (ne0, ne1, ne2, ne3)."""
-Strides = tuple[int, int, int, int]
+Extents = tuple[int, ...]
+"""Elements per dimension, fastest first, always four: (ne0, ne1, ne2, ne3)."""
+Strides = tuple[int, ...]
 """Bytes between neighbours per dimension, in the same order."""
 
 
@@ -40,7 +40,7 @@ class Flag(enum.IntFlag):
 
 
 def extents(ne: tuple[int, ...] | list[int]) -> Extents:
-    """`ne` filled up to four dimensions with ones. Raises ShapeError for more than four, or negative or non-integer ones."""
+    """`ne` filled up to four dimensions with ones. Raises ShapeError for more than four, or for negative or broken ones."""
     if not 1 <= len(ne) <= MAX_DIMS:
         raise ShapeError(f"{len(ne)} dimensions", f"1 to {MAX_DIMS}", "merge dimensions with reshape")
     for n in ne:
@@ -49,7 +49,7 @@ def extents(ne: tuple[int, ...] | list[int]) -> Extents:
     full = [int(n) for n in ne] + [1] * (MAX_DIMS - len(ne))
     if math.prod(full) >= 2**63:
         raise ShapeError(f"ne={tuple(ne)}: {math.prod(full):.3g} elements", "fewer than 2**63")
-    return tuple(full)  # type: ignore[return-value]
+    return tuple(full)
 
 
 def contiguous_strides(dt: DType, ne: Extents) -> Strides:
@@ -75,7 +75,8 @@ class Tensor:
             view_offs, view_src = view_offs + view_src.view_offs, view_src.view_src
         self.dtype, self.ne, self.nb = dtype, ne, nb or contiguous_strides(dtype, ne)
         self.op, self.spec, self.src, self.params = op, spec, src, params or {}
-        self.view_src, self.view_offs = view_src, view_offs
+        self.view_src: Tensor | None = view_src
+        self.view_offs: int = view_offs
         self.flags, self.name, self.context = Flag(0), name, context
         self._storage: Storage | None = None
         self._offset = 0
@@ -112,7 +113,10 @@ class Tensor:
         """Bytes from the first element to behind the last one, gaps included (`ggml_nbytes`)."""
         if 0 in self.ne:
             return 0
-        first = self.dtype.row_bytes(self.ne[0]) if self.dtype.quantised else (self.ne[0] - 1) * self.nb[0] + self.dtype.block_bytes
+        if self.dtype.quantised:
+            first = self.dtype.row_bytes(self.ne[0])
+        else:
+            first = (self.ne[0] - 1) * self.nb[0] + self.dtype.block_bytes
         return first + sum((n - 1) * b for n, b in zip(self.ne[1:], self.nb[1:], strict=True))
 
     @property
@@ -182,9 +186,11 @@ class Tensor:
     def place(self, storage: Storage | None, offset: int = 0) -> None:
         """Give the tensor its memory (`ggml_backend_tensor_alloc`). Only the owner can be placed, never a view."""
         if self.view_src is not None:
-            raise StorageError(f"{self.label} is a view", "a tensor that owns its memory", f"place {self.view_src.label} instead")
+            raise StorageError(f"{self.label} is a view", "a tensor that owns its memory",
+                               f"place {self.view_src.label} instead")  # fmt: skip
         if storage is not None and (offset < 0 or offset + self.nbytes > storage.size):
-            raise StorageError(f"{self.label} at {offset:,} needs {self.nbytes:,} bytes", f"room within {storage.size:,} bytes of {storage.name}")
+            raise StorageError(f"{self.label} at {offset:,} needs {self.nbytes:,} bytes",
+                               f"room within the {storage.size:,} bytes of {storage.name}")  # fmt: skip
         self._storage, self._offset = storage, offset
 
     def require_alive(self) -> None:
@@ -213,9 +219,11 @@ class Tensor:
         storage = self.require_data()
         dt = self.dtype.numpy or (np.dtype("<u2") if self.dtype.name == "bf16" else None)
         if dt is None:
-            raise DTypeError(f"{self.label} is stored as {self.dtype}", "a type with one element per block", "`.numpy()` dequantises a copy")
+            raise DTypeError(f"{self.label} is stored as {self.dtype}", "a type with one element per block",
+                             "`.numpy()` dequantises a copy")  # fmt: skip
         if not storage.is_host:
-            raise StorageError(f"{self.label} lies in {storage.name}, which the host cannot see", "host memory", "`.numpy()` copies it")
+            raise StorageError(f"{self.label} lies in {storage.name}, which the host cannot see", "host memory",
+                               "`.numpy()` copies it")  # fmt: skip
         return np.ndarray(self.ne[::-1], dt, storage.host_bytes(), self.offset, self.nb[::-1])
 
     def raw_rows(self) -> np.ndarray:
@@ -254,28 +262,31 @@ class Tensor:
         storage = self.require_data()
         x = np.asarray(values)
         if x.size != self.n_elements:
-            raise ShapeError(f"{x.size} values {x.shape} for {self.label}", f"{self.n_elements} values, NumPy shape {self.shape}")
+            raise ShapeError(f"{x.size} values {x.shape} for {self.label}",
+                             f"{self.n_elements} values, NumPy shape {self.shape}")  # fmt: skip
         if x.ndim and x.size > 1 and tuple(n for n in x.shape if n > 1) != tuple(n for n in self.shape if n > 1):
             raise ShapeError(f"values of shape {x.shape} for {self.label}", f"NumPy shape {self.shape} (ne reversed)",
-                             "transpose the array, or `.reshape(t.shape)` it if the order of its elements is already right")  # fmt: skip
+                             "transpose the array, or reshape it if its elements are in the right order")  # fmt: skip
         x = x.reshape(self.ne[::-1])
         if self.dtype.numpy is not None and storage.is_host:
-            storage.write(self.offset, x.astype(self.dtype.numpy)) if self.is_contiguous else self._scatter(storage, x)
+            if self.is_contiguous:
+                storage.write(self.offset, x.astype(self.dtype.numpy))
+            else:
+                self.array()[...] = x
+                storage.version += 1
             return self
         if not self.is_contiguous:
-            raise StorageError(f"{self.label} has gaps and lies in {storage.name}", "a contiguous tensor", "set its owner")
+            raise StorageError(f"{self.label} has gaps and lies in {storage.name}", "a contiguous tensor",
+                               "set its owner")  # fmt: skip
         storage.write(self.offset, self._encoded(x))
         return self
-
-    def _scatter(self, storage: Storage, x: np.ndarray) -> None:
-        self.array()[...] = x
-        storage.version += 1
 
     def _encoded(self, x: np.ndarray) -> np.ndarray:
         if self.dtype.numpy is not None:
             return x.astype(self.dtype.numpy)
         if self.dtype.encode is None:
-            raise DTypeError(f"{self.label} is stored as {self.dtype}, which cannot be encoded here", "f32, f16, bf16, q8_0, q4_0, …",
+            raise DTypeError(f"{self.label} is stored as {self.dtype}, which cannot be encoded here",
+                             "f32, f16, bf16, q8_0, q4_0, …",
                              "quantise offline and write the raw blocks with `storage.write`")  # fmt: skip
         raw = np.empty((*self.ne[:0:-1], self.dtype.row_bytes(self.ne[0])), np.uint8)
         self.dtype.encode(x.astype(np.float32), raw)

@@ -10,7 +10,7 @@ from workbench.tensors.context import result
 from workbench.tensors.opspec import op
 from workbench.tensors.tensor import MAX_DIMS, Tensor, contiguous_strides, extents
 
-_VIEW = {
+_VIEW: dict[str, Any] = {
     "is_view": True,
     "flops": lambda node: 0,
     "moved": lambda node: 0,
@@ -31,15 +31,16 @@ def view(a: Tensor, *ne: int, nb: tuple[int, ...] = (), offset: int = 0) -> Tens
     strides = list(contiguous_strides(a.dtype, full))
     for i in range(1, MAX_DIMS):
         strides[i] = nb[i - 1] if i <= len(nb) else strides[i - 1] * full[i - 1] if i > 1 else strides[1]
-    t = Tensor(a.dtype, full, tuple(strides))  # type: ignore[arg-type]
+    t = Tensor(a.dtype, full, tuple(strides))
     if offset < 0 or offset + t.nbytes > a.nbytes:
-        raise ShapeError(f"a view of {t.nbytes} bytes at offset {offset} of {a.label}, which has {a.nbytes} bytes", "a range inside the tensor")
+        raise ShapeError(f"a view of {t.nbytes} bytes at offset {offset} of {a.label}, which has {a.nbytes} bytes",
+                         "a range inside the tensor")  # fmt: skip
     return result(a.dtype, full, tuple(strides), op="VIEW", spec=VIEW, src=(a,), view_src=a, view_offs=offset,
-                  params={"offset": offset}, name=_suffixed(a, "view"))  # type: ignore[arg-type] # fmt: skip
+                  params={"offset": offset}, name=_suffixed(a, "view"))  # fmt: skip
 
 
 def reshape(a: Tensor, *ne: int) -> Tensor:
-    """`a` under other extents (fastest first) with the same number of elements; `a` must be contiguous (`ggml_reshape_*d`)."""
+    """`a` under other extents (fastest first), as many elements; `a` must be contiguous (`ggml_reshape_*d`)."""
     full = extents(ne)
     if not a.is_contiguous:
         raise ShapeError(f"reshape of {a.label} with nb={a.nb}", "a contiguous tensor", "ops.cont(a) first")
@@ -49,14 +50,14 @@ def reshape(a: Tensor, *ne: int) -> Tensor:
 
 
 def permute(a: Tensor, *axes: int) -> Tensor:
-    """Axis `i` of `a` becomes axis `axes[i]` of the result (`ggml_permute`; NumPy's transpose says it the other way round)."""
+    """Axis `i` of `a` becomes axis `axes[i]` of the result (`ggml_permute`; NumPy's transpose says it the other way)."""
     if sorted(axes) != list(range(MAX_DIMS)):
         raise ParameterError(f"permute axes {axes}", "each of 0, 1, 2, 3 once")
     ne, nb = [0] * MAX_DIMS, [0] * MAX_DIMS
     for i, target in enumerate(axes):
         ne[target], nb[target] = a.ne[i], a.nb[i]
     return result(a.dtype, tuple(ne), tuple(nb), op="PERMUTE", spec=PERMUTE, src=(a,), view_src=a,
-                  params={"axes": tuple(axes)}, name=_suffixed(a, "permuted"))  # type: ignore[arg-type] # fmt: skip
+                  params={"axes": tuple(axes)}, name=_suffixed(a, "permuted"))  # fmt: skip
 
 
 def transpose(a: Tensor) -> Tensor:
@@ -84,7 +85,8 @@ def slice_view(a: Tensor, index: Any) -> Tensor:
             ne[axis] = 1
             dropped.append(axis)
         else:
-            raise ShapeError(f"index {key!r} along axis {position} of {a.label}", f"an integer within {a.ne[axis]} or a slice")
+            raise ShapeError(f"index {key!r} along axis {position} of {a.label}",
+                             f"an integer within {a.ne[axis]} or a slice")  # fmt: skip
         if axis == 0 and a.dtype.quantised and (ne[0], first) != (a.ne[0], 0):
             raise ShapeError(f"a slice within rows of {a.dtype}", "whole rows: their elements share blocks")
         offset += first * a.nb[axis]
@@ -92,7 +94,7 @@ def slice_view(a: Tensor, index: Any) -> Tensor:
     ne, nb = [ne[i] for i in kept] + [1] * len(dropped), [nb[i] for i in kept]
     nb += [nb[-1] * ne[len(kept) - 1] if kept else a.nbytes] * len(dropped)
     return result(a.dtype, tuple(ne), tuple(nb), op="VIEW", spec=VIEW, src=(a,), view_src=a, view_offs=offset,
-                  params={"offset": offset}, name=_suffixed(a, "view"))  # type: ignore[arg-type] # fmt: skip
+                  params={"offset": offset}, name=_suffixed(a, "view"))  # fmt: skip
 
 
 def _suffixed(a: Tensor, what: str) -> str:
