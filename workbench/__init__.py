@@ -13,6 +13,7 @@ __version__ = "0.1.0"
 _HOMES = {  # public name -> the room that holds it
     **dict.fromkeys(["Context", "DType", "Flag", "Tensor", "Usage", "dtype", "OPS"], "workbench.tensors"),
     "ops": "workbench.tensors.ops",
+    **dict.fromkeys(["CGraph", "build"], "workbench.cgraph"),
 }
 
 
