@@ -1,0 +1,1 @@
+"""Models: GGUF reading, tokenizer, the transformer graphs, generation (llama.cpp)."""
