@@ -80,7 +80,7 @@ class Context:
         size = padded(nbytes)
         if self._used + OBJECT_BYTES + size > self.mem_size:
             raise ContextFull(
-                f"context {shown(self.name)!r} is full: {kind} {shown(name)!r} needs {OBJECT_BYTES + size:,} bytes, "
+                f"context '{shown(self.name)}' is full: {kind} '{shown(name)}' needs {OBJECT_BYTES + size:,} bytes, "
                 f"{self.mem_size - self._used:,} of {self.mem_size:,} are left",
                 "room for every tensor and graph that is made in it",
                 f"Context(mem_size={self._used + OBJECT_BYTES + size}) or more, or no_alloc=True: data lives in a buffer",
@@ -106,7 +106,7 @@ class Context:
     def require_open(self) -> None:
         """Raise ContextClosed after `close`."""
         if self.closed:
-            raise ContextClosed(f"context {shown(self.name)!r} is closed", "an open context", "make a new Context")
+            raise ContextClosed(f"context '{shown(self.name)}' is closed", "an open context", "make a new Context")
 
     # ---- tensors
 
@@ -160,7 +160,7 @@ class Context:
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else f"{self._used:,} of {self.mem_size:,} bytes, {len(self.objects)} objects"
-        return f"<Context {shown(self.name)!r} {state}{', no_alloc' if self.no_alloc else ''}>"
+        return f"<Context '{shown(self.name)}' {state}{', no_alloc' if self.no_alloc else ''}>"
 
 
 _RESET = Context(ALIGNMENT, name="reset context")

@@ -94,6 +94,8 @@ def dtype(which: DTypeLike | int) -> DType:
         if which in _BY_ID:
             return _BY_ID[which]
         raise DTypeError(f"ggml type id {which}", f"one of {sorted(_BY_ID)}", "see `DTYPES`; a newer ggml may know it")
+    if which is None:
+        raise DTypeError("no storage type given", "one of " + ", ".join(DTYPES))
     if isinstance(which, str):
         lower = {n.lower(): t for n, t in DTYPES.items()}
         if which.lower() in lower:

@@ -197,7 +197,7 @@ class Tensor:
         """Raise ContextClosed where the context of this tensor, or of the owner of its memory, was closed."""
         for t in (self, self.root()):
             if t.context is not None and t.context.closed:
-                raise ContextClosed(f"tensor {t.label} was used after its context {shown(t.context.name)!r} was closed",
+                raise ContextClosed(f"tensor {t.label} was used after its context '{shown(t.context.name)}' was closed",
                                     "an open context", "keep the context open as long as a graph uses its tensors")  # fmt: skip
 
     def require_data(self) -> Storage:
@@ -314,7 +314,7 @@ class Tensor:
     def __repr__(self) -> str:
         ne = "x".join(map(str, self.ne[: self.n_dims]))
         what = self.desc if self.op != "NONE" else "leaf"
-        name = f" {shown(self.name)!r}" if self.name else ""
+        name = f" '{shown(self.name)}'" if self.name else ""
         view = f" view of {self.view_src.label}+{self.view_offs}" if self.view_src is not None else ""
         flags = f" [{'|'.join(f.name.lower() for f in Flag if f in self.flags and f.name)}]" if self.flags else ""
         return f"<Tensor{name} {self.dtype} ne={ne} {what}{view}{flags}>"
