@@ -90,48 +90,50 @@ class CGraph:
         The graph itself changes only after the last decision: an abandoned or failed walk leaves no trace.
         """
         self.require_open()
-        old, done, revisited = self.visited, {}, []
+        old, done, revisited = self.visited, dict[Tensor, bool](), list[Tensor]()
         nodes, leafs = list[Tensor](), list[Tensor]()
         n_nodes, n_leafs, size = len(self.nodes), len(self.leafs), self.size
-        top: tuple[Any, Iterator[Tensor | None]] = (None, iter(tensors))
-        stack: list[tuple[Any, Iterator[Tensor | None]]] = []
+        user: Any = None
+        rest: Iterator[Tensor | None] = iter(tensors)
+        path, rests = list[Any](), list[Iterator[Tensor | None]]()  # the users above `user`, and what is left of their sources
         while True:
-            user, rest = top
             for t in rest:
                 if t is None:
                     continue
                 if t in done:
                     if not done[t] and t is not user:  # a cast is its own source, which is no cycle
-                        raise _cycle(t, [u for u, _ in (*stack, top)])
-                    yield "seen", t, user, len(stack)
+                        raise _cycle(t, [*path, user])
+                    yield "seen", t, user, len(path)
                 elif t in old:
                     revisited.append(t)
-                    yield "seen", t, user, len(stack)
+                    yield "seen", t, user, len(path)
                 else:
                     if t.context is not None and t.context.closed:
                         t.require_alive()
                     done[t] = False
-                    stack.append(top)
-                    top = (t, iter(t.src))
-                    yield "enter", t, user, len(stack)
+                    path.append(user)
+                    rests.append(rest)
+                    user, rest = t, iter(t.src)
+                    yield "enter", t, path[-1], len(rests)
                     break
             else:
                 if user is None:
                     break
-                top = stack.pop()
-                done[user] = True
-                if user.op == "NONE" and not int(user.flags) & _PARAM:
+                t = user
+                done[t] = True
+                user, rest = path.pop(), rests.pop()
+                if t.op == "NONE" and not int(t.flags) & _PARAM:
                     if n_leafs >= size:
-                        raise self._full("leafs", n_leafs, tensors)
-                    leafs.append(user)
+                        raise self._full("leafs", tensors)
+                    leafs.append(t)
                     n_leafs += 1
-                    yield "leaf", user, n_leafs - 1, len(stack) + 1
+                    yield "leaf", t, n_leafs - 1, len(path) + 1
                 else:
                     if n_nodes >= size:
-                        raise self._full("nodes", n_nodes, tensors)
-                    nodes.append(user)
+                        raise self._full("nodes", tensors)
+                    nodes.append(t)
                     n_nodes += 1
-                    yield "node", user, n_nodes - 1, len(stack) + 1
+                    yield "node", t, n_nodes - 1, len(path) + 1
         self._commit(done, nodes, leafs, revisited if compute else (), compute)
 
     def _commit(self, met: Iterable[Tensor], nodes: list[Tensor], leafs: list[Tensor], revisited: Sequence[Tensor], compute: bool) -> None:
@@ -151,7 +153,7 @@ class CGraph:
         for t in revisited:  # parts that were only ordered so far (compute=False) and are wanted now
             _flag_computed(t)
 
-    def _full(self, what: str, n: int, tensors: Sequence[Tensor]) -> GraphFull:
+    def _full(self, what: str, tensors: Sequence[Tensor]) -> GraphFull:
         before = len(getattr(self, what))
         wanted = _count(tensors, self.visited, leafs=what == "leafs")
         label = f"graph {shown(self.name)!r}" if self.name else "the graph"
@@ -171,7 +173,7 @@ class CGraph:
         """Append a node without following its sources (`ggml_graph_add_node`)."""
         self.require_open()
         if len(self.nodes) >= self.size:
-            raise self._full("nodes", len(self.nodes), [tensor])
+            raise self._full("nodes", [tensor])
         self.nodes.append(tensor)
 
     def view(self, i0: int, i1: int) -> CGraph:
