@@ -31,6 +31,8 @@ from workbench.tensors.tensor import MAX_DIMS, MAX_NAME, Extents, Tensor
 MAX_KEYS, MAX_KEY_BYTES, MAX_TENSORS = 2**14, 2**16 - 1, 2**16
 MAX_ELEMENTS = 2**22
 """Most array elements in all of the metadata; a walk over so many strings takes half a second."""
+MAX_TEXT = 2**26
+"""Most bytes of one string, or of all strings of one array, in the metadata."""
 
 # value types (`gguf_type`): id -> name, NumPy type of one element
 _KINDS: dict[int, tuple[str, str]] = {
@@ -330,6 +332,7 @@ class _Header:
         elif kind == 8:
             n = self.u64(f"length of {what}")
             places[key] = _Place(8, self.take(n, what), n)
+            self._refuse_long(n, what)
         else:
             places[key] = _Place(kind, self._numbers(kind, 1, what), 1)
 
@@ -369,8 +372,13 @@ class _Header:
             pos = self.end + 1
         if pos > self.end:
             self.bad(f"a string in {what} reaches past the end of the file", f"{n:,} strings within {self.end - start:,} bytes")
+        self._refuse_long(pos - start, what)
         self.pos = pos
         return start
+
+    def _refuse_long(self, nbytes: int, what: str) -> None:
+        if nbytes > MAX_TEXT:
+            self.bad(f"{what}: {nbytes:,} bytes of text", f"at most {MAX_TEXT:,}", f"no real model is known to need so much; {_ALTERED}")
 
     def _refuse_parts(self) -> None:
         n = self._integer("split.count")
