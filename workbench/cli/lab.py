@@ -109,7 +109,8 @@ def start(work: Path, root: Path | None, port: int | None, no_browser: bool) -> 
     if root:                            # kernels import the checkout's package, whatever folder they start in
         environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))
     line = [sys.executable, "-m", "jupyterlab", f"--ServerApp.root_dir={work}", f"--ServerApp.port={port}",
-            "--ServerApp.port_retries=0", "--ServerApp.ip=127.0.0.1", "--no-browser", "--log-level=WARN",
+            "--ServerApp.port_retries=0", "--ServerApp.answer_yes=True", "--ServerApp.ip=127.0.0.1", "--no-browser",
+            "--log-level=WARN", "--LabApp.log_level=WARN",
             "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate", "--LabApp.news_url="]
     if hasattr(os, "geteuid") and os.geteuid() == 0:
         line.append("--allow-root")
