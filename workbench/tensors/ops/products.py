@@ -34,17 +34,18 @@ MUL_MAT_ID = op("MUL_MAT_ID", "rows of b with the rows of the expert that ids na
 OUT_PROD = op("OUT_PROD", "sum of outer products of rows of a and b", flops=_outer_flops)
 
 
-def mul_mat(a: Tensor, b: Tensor) -> Tensor:
+def mul_mat(a: Tensor, b: Tensor, *, prec_acc: int = 0) -> Tensor:
     """`a[k, n]`, `b[k, t]` -> `[n, t]`; dimensions 2 and 3 of `a` repeat into those of `b` (`ggml_mul_mat`).
 
     `a` may have any storage type, `b` is f32 (or f16, bf16). Raises ShapeError where k differs or batches do not divide.
+    prec_acc: 10 asks devices with faster, coarser sums for sums in f32 (`ggml_prec_set_acc`); ours always are.
     """
     _check_weight(MUL_MAT, a, b)
     if a.ne[0] != b.ne[0]:
         raise ShapeError(f"MUL_MAT: a.ne={a.ne} and b.ne={b.ne}", f"equal ne[0]: a row of a ({a.ne[0]}) meets a row of b ({b.ne[0]})",
                          _advice(a, b))  # fmt: skip
     _check_batches(MUL_MAT, a, b)
-    return result(F32, (a.ne[1], *b.ne[1:]), op="MUL_MAT", spec=MUL_MAT, src=(a, b))
+    return result(F32, (a.ne[1], *b.ne[1:]), op="MUL_MAT", spec=MUL_MAT, src=(a, b), params={"prec_acc": prec_acc} if prec_acc else {})
 
 
 def mul_mat_id(w: Tensor, x: Tensor, ids: Tensor) -> Tensor:
