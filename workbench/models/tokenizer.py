@@ -132,7 +132,7 @@ class Tokenizer:
                 bpe.add_tokens([hf.AddedToken(self.tokens[i], normalized=False, special=i in self.special)])
         except Exception as e:  # `tokenizers` raises bare Exceptions
             raise ModelError(f"vocabulary and merges do not fit together: {shown(e)}",
-                             "merges of two tokens each, whose parts and results are tokens", "download the file again") from None  # fmt: skip
+                             "merges of two tokens whose parts and result are tokens", "download the file again") from None  # fmt: skip
         if bpe.get_vocab_size() != len(self.tokens):
             raise ModelError(f"a vocabulary of {bpe.get_vocab_size():,} tokens out of {len(self.tokens):,}", "equal numbers")
         return bpe
