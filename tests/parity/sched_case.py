@@ -1,0 +1,112 @@
+"""Product tensors rebuilt from a recorded scheduler case (data/goldens/sched/SCHEMA.md)."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from workbench.cgraph import CGraph
+from workbench.devices.backend import Buffer, BufferType
+from workbench.tensors import OPS, Context, Flag, Tensor, Usage, dtype, ops  # noqa: F401 - ops fills the table
+
+INT_PARAMS = {"n_dims", "mode", "n_ctx_orig", "offset", "dim", "n_past", "k"}
+FLAGS = {"input": Flag.INPUT, "output": Flag.OUTPUT, "param": Flag.PARAM}
+Case = dict[str, Any]
+
+
+def load(paths: list[str | Path]) -> Iterator[Case]:
+    """Cases from files and directories: one JSON object, or one per line in a .jsonl.gz."""
+    for path in map(Path, paths):
+        if path.is_dir():
+            yield from load(sorted([*path.glob("*.json"), *path.glob("*.jsonl.gz")]))
+        elif path.name.endswith(".jsonl.gz"):
+            with gzip.open(path, "rt", encoding="utf-8") as lines:
+                yield from (json.loads(line) for line in lines if line.strip())
+        else:
+            yield json.loads(path.read_text(encoding="utf-8"))
+
+
+class CaseBufferType(BufferType):
+    """A recorded buffer type: every allocation is `alloc_extra` bytes larger; `max_size` only limits chunks."""
+
+    def __init__(self, recorded: Case, **kw: Any) -> None:
+        super().__init__(recorded["name"], recorded["align"], recorded["max_size"], **kw)
+        self.alloc_extra = recorded["alloc_extra"]
+
+    def alloc_size(self, tensor: Tensor) -> int:
+        return tensor.nbytes + self.alloc_extra
+
+    def alloc_buffer(self, size: int, usage: Usage = Usage.ANY) -> Buffer:
+        buffer = self._make(self, size, usage)
+        buffer.clear(0xFF)
+        return buffer
+
+
+def buffer_types(case: Case) -> dict[str, BufferType]:
+    """The recorded buffer types by name, all in host memory."""
+    return {b["name"]: CaseBufferType(b) for b in case["bufts"]}
+
+
+def params(recorded: Case) -> dict[str, Any]:
+    """Op parameters as the product names and types them."""
+    if "glu" in recorded:
+        return {"glu": recorded["glu"], "swapped": False}
+    return {k: int(v) if k in INT_PARAMS else float(v) if isinstance(v, (int, float)) else tuple(v) if isinstance(v, list) else v
+            for k, v in recorded.items()}  # fmt: skip
+
+
+def tensors(recorded: list[Case], types: dict[str, BufferType], kept: dict[int, Tensor] | None = None) -> list[Tensor]:
+    """Product tensors of `recorded`, by id; those with a buffer are taken from `kept`, or placed and put there."""
+    ctx = Context(mem_size=(len(recorded) + 1) * 400, no_alloc=True, name="case")
+    kept = {} if kept is None else kept
+    made: list[Tensor] = []
+    for r in recorded:
+        if r["id"] in kept:
+            made.append(kept[r["id"]])
+            continue
+        p = r.get("params", {})
+        t = Tensor(dtype(r["type"]), tuple(r["ne"]), tuple(r["nb"]), context=ctx, op=r["op"], params=params(p), name=r["name"],
+                   spec=OPS.get(p.get("unary") or p.get("glu") or r["op"]),
+                   view_src=made[r["view_src"]] if "view_src" in r else None, view_offs=r.get("view_offs", 0))  # fmt: skip
+        for flag in r.get("flags", ()):
+            t.flags |= FLAGS[flag]
+        made.append(t)
+        t.src = tuple(None if i is None else made[i] for i in r.get("src", ()))  # a cast is its own source
+        if "buffer" in r:
+            kind = types[r["buffer"]["buft"]]
+            t.place(kind.alloc_buffer(kind.alloc_size(t), Usage(r["buffer"]["usage"])))
+            kept[r["id"]] = t
+    return made
+
+
+def expanded(recorded: Case, made: list[Tensor], size: int) -> CGraph:
+    """The graph of a case, built by the recorded calls of build_forward_expand."""
+    graph = CGraph(size=size)
+    for i in recorded["expand"]:
+        graph.build_forward_expand(made[i])
+    return graph
+
+
+def write_leafs(recorded: list[Case], made: list[Tensor], run: int) -> None:
+    """Leaf data of run number `run`; weights only before the first."""
+    for r, t in zip(recorded, made, strict=True):
+        if "init" in r and t.storage is not None and (run == 0 or t.storage.usage is not Usage.WEIGHTS):
+            t.set(leaf_values(r, run).reshape(t.shape))
+
+
+def leaf_values(r: Case, run: int) -> np.ndarray:
+    """The values SCHEMA.md prescribes for a leaf."""
+    n, init = int(np.prod(r["ne"])), r["init"]
+    if init["kind"] != "hash":
+        return np.resize(np.asarray(init["values"], np.float32 if init["kind"] == "f32" else None), n)
+    seed, word = init["seed"] + (7919 * run if "input" in r.get("flags", ()) else 0), np.uint64(0xFFFFFFFF)
+    h = (np.arange(1, n + 1, dtype=np.uint64) * np.uint64(2654435761) + np.uint64(seed * 40503)) & word
+    h ^= h >> np.uint64(15)
+    h = (h * np.uint64(2246822519)) & word
+    h ^= h >> np.uint64(13)
+    return (((h >> np.uint64(8)).astype(np.float64) / 2**24 - 0.5) * init["scale"] + init["off"]).astype(np.float32)
