@@ -1,13 +1,14 @@
 """What every device offers: types of memory, pieces of it, and the ability to compute graphs.
 
-A `Backend` runs kernels over its own array library `xp`; it sees tensors only through `operand`, so the same planner and
-the same kernels serve the host, simulated devices and CUDA.
+A `Backend` runs kernels over its own array library `xp`; it sees tensors only through `operand`, so the same planner
+and the same kernels serve the host, simulated devices and CUDA.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -77,7 +78,8 @@ class BufferType:
     def alloc_buffer(self, size: int, usage: Usage = Usage.ANY) -> Buffer:
         """A fresh buffer of `size` bytes (`ggml_backend_buft_alloc_buffer`). Raises AllocationError."""
         if self.max_size is not None and size > self.max_size:
-            raise AllocationError(f"{size:,} bytes of {self.name} in one buffer", f"at most {self.max_size:,}", "use several buffers")
+            raise AllocationError(f"{size:,} bytes of {self.name} in one buffer", f"at most {self.max_size:,}",
+                                  "use several buffers")  # fmt: skip
         return self._make(self, size, usage)
 
     def __repr__(self) -> str:
@@ -100,13 +102,16 @@ class Backend:
     """A device together with the code that computes on it (`ggml_backend`).
 
     Subclasses set name, device_type, buffer_type and xp (the array library of the kernels) and override `operand`,
-    `why_unsupported` and `plan`. `can_async` and `can_events` say whether the device has streams and events.
+    `why_unsupported` and `work_memory`. `can_async` and `can_events` say whether the device has streams and events.
     """
 
     name: str
     device_type: DeviceType
     buffer_type: BufferType
     xp: ModuleType = np
+    n_threads = 1
+    activation_rounding = "none"
+    lock: AbstractContextManager[Any]  # held while a graph is computed
     can_async = False
     can_events = False
 
@@ -122,23 +127,42 @@ class Backend:
         """Raise UnsupportedOp with op, types and reason where the backend cannot compute `node`."""
         if why := self.why_unsupported(node):
             types = ", ".join(s.dtype.name for s in node.sources())
-            raise UnsupportedOp(f"{self.name} cannot compute {node.label}: {node.desc}({types}) -> {node.dtype}", "an op and types it has a kernel for", why)
+            raise UnsupportedOp(f"{self.name} cannot compute {node.label}: {node.desc}({types}) -> {node.dtype}",
+                                "an op and types it has a kernel for", why)  # fmt: skip
 
     def supports_buft(self, buft: BufferType) -> bool:
         """Whether kernels here can work on memory of this type (`ggml_backend_supports_buft`)."""
         return buft is self.buffer_type or (buft.is_host and self.device_type is not DeviceType.GPU)
 
     def offload_op(self, node: Tensor) -> bool:
-        """Whether it pays to compute `node` here although its weights lie in host memory (`ggml_backend_offload_op`)."""
+        """Whether it pays to compute `node` here although its weights lie on the host (`ggml_backend_offload_op`)."""
         return False
 
     def operand(self, tensor: Tensor) -> Any:
         """What a kernel gets for `tensor`: a 4-D array of `xp` over its memory, or `blocks.Rows` for block types."""
         raise NotImplementedError
 
+    def operands(self, node: Tensor) -> tuple[Any, ...]:
+        """The kernel's operands: one per source, None where an optional one is missing."""
+        return tuple(None if s is None else self.operand(s) for s in node.src)
+
+    def kernel_options(self, node: Tensor) -> dict[str, Any]:
+        """What the kernel of `node` is told beside the node's own parameters."""
+        return {"rounding": self.activation_rounding} if node.op in ("MUL_MAT", "MUL_MAT_ID") else {}
+
+    def work_memory(self, nbytes: int) -> Any:
+        """Scratch memory of at least `nbytes` bytes, a 1-D uint8 array of `xp`, shared by the plans of this backend."""
+        raise NotImplementedError
+
+    def run_tasks(self, tasks: Sequence[Sequence[Callable[[], Any]]]) -> None:
+        """Run every task of one node; `tasks[w]` are the calls as worker `w` makes them (n_threads > 1 only)."""
+        raise NotImplementedError
+
     def plan(self, graph: CGraph) -> Plan:
         """Bind every node of the graph to its kernel, once (`ggml_backend_graph_plan_create`)."""
-        raise NotImplementedError
+        from workbench.devices.plan import Plan
+
+        return Plan(self, graph)
 
     def compute(self, graph: CGraph) -> None:
         """Compute all nodes of a graph whose tensors have memory (`ggml_backend_graph_compute`)."""

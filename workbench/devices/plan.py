@@ -1,0 +1,274 @@
+"""`Plan`: a graph bound to its memory and its kernels, ready to be run many times (`ggml_cplan`).
+
+Everything that does not change between runs is settled here once: which nodes need work, how their work is cut, how much
+scratch memory they need, and one call without arguments per node. Running the plan is walking a list of such calls.
+
+The cut depends on the shape alone, never on the number of threads, so every number of threads makes the same calls and
+gets the same bits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from time import perf_counter_ns
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import numpy as np
+
+from workbench.devices.threads import SINGLE_THREADED_BLAS
+from workbench.errors import GraphError
+from workbench.kernels.kernel import Kernel, Scratch, Step
+from workbench.tensors.storage import Storage
+from workbench.tensors.tensor import Flag, Tensor
+
+if TYPE_CHECKING:
+    from workbench.cgraph import CGraph
+    from workbench.devices.backend import Backend
+
+ROWS = 64
+"""Work is cut at multiples of this many rows (or columns, or elements)."""
+MAX_TASKS = 16
+TASK_NS = 50_000
+"""A task should take at least this long, else waking a thread for it costs more than it saves."""
+FLOPS_PER_NS, BYTES_PER_NS = 50, 10
+"""A rough machine for that estimate. It is a constant on purpose: the cut must be the same everywhere."""
+
+_BLAS_OPS = frozenset({"MUL_MAT", "MUL_MAT_ID", "OUT_PROD"})
+_COMPUTE = int(Flag.COMPUTE)
+_WHERE = operator.attrgetter("_storage", "_offset", "context")
+_AXIS = {"columns": 3, "rows": 2}
+
+
+class Recorder(Protocol):
+    """Anything that takes the times of nodes: index in the graph, start and end in nanoseconds."""
+
+    def node(self, i: int, start_ns: int, end_ns: int) -> None:
+        """One node was computed."""
+        ...
+
+
+class PlannedNode(NamedTuple):
+    """A line of `Plan.table()`: name, op, tasks, bytes of scratch, floating-point operations, bytes read and written."""
+
+    node: str
+    op: str
+    tasks: int
+    work: int
+    flops: int
+    moved: int
+
+
+class _Job(NamedTuple):
+    """A node that needs work, and how that is cut: slices of the result along `axis`; one slice is the whole."""
+
+    index: int
+    node: Tensor
+    kernel: Kernel
+    operands: tuple[Any, ...]
+    out: Any
+    axis: int
+    parts: list[slice]
+    scratch: int  # bytes for one task
+
+
+class Plan:
+    """A graph bound to memory and kernels (`ggml_cplan`), made by `Backend.plan`.
+
+    work_size: bytes of the work buffer, shared by the nodes: the largest need of any one of them.
+    """
+
+    def __init__(self, backend: Backend, graph: CGraph) -> None:
+        graph.require_open()
+        self.backend = backend
+        self._n_nodes = len(graph.nodes)
+        nodes = [(i, t) for i, t in enumerate(graph.nodes) if needs_work(t)]
+        self._bind_memory([t for _, t in nodes])
+        for _, t in nodes:
+            backend.require_op(t)
+        self.jobs = [_job(backend, i, t) for i, t in nodes]
+        self.work_size = max((job.scratch * self._at_once(job) for job in self.jobs), default=0)
+        memory = backend.work_memory(self.work_size)
+        self._steps = [self._step(job, memory) for job in self.jobs]
+        blas = any(job.node.op in _BLAS_OPS for job in self.jobs)
+        self._blas = SINGLE_THREADED_BLAS if blas and backend.xp is np else contextlib.nullcontext()
+
+    # ---- what it holds
+
+    def n_tasks(self, i: int) -> int:
+        """Tasks of node `i` of the graph (`ggml_get_n_tasks`); 0 where there is nothing to do."""
+        return next((len(job.parts) for job in self.jobs if job.index == i), 0)
+
+    def table(self) -> list[PlannedNode]:
+        """One line per node that needs work, in order."""
+        return [
+            PlannedNode(t.name, t.desc, len(job.parts), job.scratch * self._at_once(job), t.spec.flops(t), t.spec.moved(t))
+            for job in self.jobs
+            if (t := job.node).spec
+        ]
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def __repr__(self) -> str:
+        cut = sum(len(job.parts) > 1 for job in self.jobs)
+        return f"<Plan of {len(self):,} nodes on {self.backend.name}, {cut:,} of them cut, work buffer {self.work_size:,} bytes>"
+
+    # ---- running
+
+    def run(self, record: Recorder | None = None) -> None:
+        """Compute every node in order. `record` is told the start and end of each; without it nothing is measured.
+
+        Raises ContextClosed, NoDataError or StorageError where memory is gone, GraphError where it is elsewhere now.
+        An exception of a kernel leaves with a note that names the node.
+        """
+        if not self.fits():
+            raise GraphError("tensors of this plan were placed in other memory since it was made", "the memory it is bound to",
+                             "make another plan, or use GraphRunner, which does so by itself")  # fmt: skip
+        self.execute(record)
+
+    def fits(self, graph: CGraph | None = None) -> bool:
+        """Whether tensors are where they were (and `graph` has no new nodes). Raises where their memory is gone."""
+        if list(map(_WHERE, self._roots)) != self._where:
+            for t in self._roots:
+                t.require_data()
+            return False
+        if any(c.closed for c in self._contexts) or any(s.closed for s in self._storages):
+            for t in self._touched:
+                t.require_data()
+        return graph is None or len(graph.nodes) == self._n_nodes
+
+    def execute(self, record: Recorder | None = None) -> None:
+        """`run` for a caller that has just asked `fits`."""
+        steps = iter(self._steps)
+        with self.backend.lock, np.errstate(all="ignore"), self._blas:  # as in C: inf and nan are results
+            try:
+                if record is None:
+                    for step in steps:
+                        step()
+                else:
+                    self._timed(steps, record)
+            except BaseException as e:
+                at = len(self._steps) - operator.length_hint(steps) - 1
+                if at >= 0:
+                    node = self.jobs[at].node
+                    e.add_note(f"while {self.backend.name} computed node {self.jobs[at].index}: {node.label} = {node.desc}")
+                raise
+
+    def _timed(self, steps: Iterator[Step], record: Recorder) -> None:
+        for job, step in zip(self.jobs, steps, strict=True):
+            start = perf_counter_ns()
+            step()
+            record.node(job.index, start, perf_counter_ns())
+
+    # ---- making it
+
+    def _bind_memory(self, nodes: list[Tensor]) -> None:
+        touched = dict.fromkeys(t for node in nodes for t in (node, *node.sources()))
+        for t in touched:
+            t.require_data()
+        self._touched = list(touched)
+        self._roots = list(dict.fromkeys(t.root() for t in touched))
+        self._where = list(map(_WHERE, self._roots))
+        self._contexts = {t.context for t in touched if t.context is not None}
+        self._storages: list[Storage] = list({id(s): s for s, _, _ in self._where}.values())
+
+    def _at_once(self, job: _Job) -> int:
+        """Tasks of a node that may run at the same time."""
+        return min(len(job.parts), self.backend.n_threads)
+
+    def _step(self, job: _Job, memory: Any) -> Step:
+        """The call that computes the whole node."""
+        workers = self._at_once(job)
+        if job.kernel.work is None:
+            tasks = [[self._task(job, part, None) for part in job.parts]] * workers
+        else:  # a thread's tasks share its piece of the work buffer
+            pieces = [Scratch(memory[w * job.scratch : (w + 1) * job.scratch]) for w in range(workers)]
+            tasks = [[self._task(job, part, piece) for part in job.parts] for piece in pieces]
+        if len(job.parts) == 1:
+            return tasks[0][0]
+        return partial(self.backend.run_tasks, tasks) if workers > 1 else partial(_in_turn, tasks[0])
+
+    def _task(self, job: _Job, part: slice, scratch: Scratch | None) -> Step:
+        kernel, operands, out = job.kernel, job.operands, job.out
+        extra = self.backend.kernel_options(job.node)
+        if kernel.work is not None:
+            extra["scratch"] = scratch
+        if kernel.cut == "columns":
+            extra["part"] = part
+        elif len(job.parts) > 1:
+            operands, out = tuple(_cut(a, job.axis, part) for a in operands), _cut(out, job.axis, part)
+        if kernel.ufunc:
+            operands, out = spread(operands, out)
+        return kernel.bind(self.backend.xp, operands, out, job.node.params, **extra)
+
+
+def needs_work(node: Tensor) -> bool:
+    """Whether computing `node` does anything: views and empty tensors do not, nor nodes that were only ordered."""
+    return node.op != "NONE" and bool(int(node.flags) & _COMPUTE) and not (node.spec and node.spec.is_view) and 0 not in node.ne
+
+
+def _job(backend: Backend, index: int, node: Tensor) -> _Job:
+    assert node.spec is not None
+    kernel: Kernel = node.spec.kernel
+    operands = backend.operands(node)
+    out = backend.operand(node)
+    axis, parts = _parts(node, kernel, operands, out)
+    scratch = kernel.work(node) if kernel.work else 0
+    return _Job(index, node, kernel, operands, out, axis, parts, -(-scratch // 64) * 64)
+
+
+def _parts(node: Tensor, kernel: Kernel, operands: Sequence[Any], out: Any) -> tuple[int, list[slice]]:
+    """Along which axis the work is cut, and where."""
+    n = node.ne
+    if kernel.cut == "elements":
+        axis = max(range(4), key=lambda a: n[3 - a])
+    else:
+        axis = _AXIS.get(kernel.cut or "", 3)
+    extent = n[3 - axis]
+    tasks = min(_worthwhile_tasks(node), extent // ROWS)
+    if tasks < 2 or kernel.cut is None or (kernel.cut != "columns" and not _sliceable((*operands, out), axis, extent)):
+        return axis, [slice(0, extent)]
+    step = -(-extent // (tasks * ROWS)) * ROWS
+    return axis, [slice(a, min(a + step, extent)) for a in range(0, extent, step)]
+
+
+def _worthwhile_tasks(node: Tensor) -> int:
+    assert node.spec is not None
+    ns = node.spec.flops(node) // FLOPS_PER_NS + node.spec.moved(node) // BYTES_PER_NS
+    return min(MAX_TASKS, ns // TASK_NS)
+
+
+def _sliceable(operands: Sequence[Any], axis: int, extent: int) -> bool:
+    """Whether each operand has the whole extent along the axis, or one element that serves all parts."""
+    return all(a is None or (hasattr(a, "strides") and a.shape[axis] in (1, extent)) for a in operands)
+
+
+def _cut(array: Any, axis: int, part: slice) -> Any:
+    if array is None or array.shape[axis] == 1:
+        return array
+    return array[(slice(None),) * axis + (part,)]
+
+
+def spread(operands: Sequence[Any], out: Any) -> tuple[tuple[Any, ...], Any]:
+    """The same arrays with axes split so that NumPy repeats what ggml repeats: any divisor of an extent, not only 1."""
+    arrays = [*operands, out]
+    for axis in range(3, -1, -1):
+        n = out.shape[axis]
+        m = next((a.shape[axis] for a in operands if a.shape[axis] not in (1, n)), 0)
+        if m:
+            arrays = [_split(a, axis, m) for a in arrays]
+    return tuple(arrays[:-1]), arrays[-1]
+
+
+def _split(array: Any, axis: int, m: int) -> Any:
+    n, shape = array.shape[axis], array.shape
+    pair = (n // m, m) if n > 1 else (1, 1)
+    return array.reshape(*shape[:axis], *pair, *shape[axis + 1 :])
+
+
+def _in_turn(steps: Sequence[Callable[[], Any]]) -> None:
+    for step in steps:
+        step()
