@@ -91,12 +91,18 @@ def ensure(lock: str, command: str, argv: list[str]) -> list[str]:
     here, argv = "--here" in flags, [a for a in argv if a not in flags]
     root = paths.checkout()
     if root is None or here or os.environ.get("WORKBENCH_HERE"):
+        if lock == "any":
+            return argv
         missing = [m for m in ("numpy", "jupyterlab", *(["pytest"] if lock == "test" else [])) if not _has(m)]
         if missing:
             raise SetupError(f"this Python ({sys.executable}) lacks {', '.join(missing)}. "
                              "Install them here, or leave out --here and let the workbench make its own environment.")
         return argv
     env = checkout_environment(root)
+    if lock == "any":
+        if env.installed() and not env.active():
+            start_again(env, command, argv)
+        return argv
     cuda = "--with-cuda" in flags or ("--without-cuda" not in flags and env.installed().get("cuda", True) is True)
     if not env.current(root, lock, cuda):
         install(root, env, lock, cuda)

@@ -9,10 +9,11 @@ from workbench import paths
 from workbench.errors import WorkbenchError
 
 # command -> (module, packages it needs, what it does); a module offers `main(argv) -> exit status`.
-# The modules in tools/ work in a checkout only. "": any Python will do; else the lock that .venv must hold.
+# The modules in tools/ work in a checkout only. "": any Python will do; "any": .venv where it is ready, else any Python;
+# otherwise the lock that .venv must hold.
 COMMANDS: dict[str, tuple[str, str, str]] = {
     "lab": ("workbench.cli.lab", "main", "open the lessons in JupyterLab (the first time: set up .venv)"),
-    "doctor": ("workbench.cli.doctor", "", "what this machine has, and what to do about what it lacks"),
+    "doctor": ("workbench.cli.doctor", "any", "what this machine has, and what to do about what it lacks"),
     "generate": ("workbench.cli.generate", "main", "continue a text with one of the small models"),
     "info": ("workbench.cli.info", "main", "what is inside a GGUF file"),
     "setup": ("tools.setup", "", "only set up .venv: [main|test|dev] [--without-cuda]"),
