@@ -1,0 +1,68 @@
+"""The small controls of the lessons: a question, and a slider with a real label (that of ipywidgets has no accessible name)."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Callable
+from typing import Any
+
+import traitlets
+
+from workbench.errors import shown
+from workbench.widgets.base import Shown, script
+
+
+class Question(Shown):
+    """One question: `options` [(key, text)] to choose from, or a number to enter; `answer` holds the key or the number."""
+
+    _esm = script("controls")
+    kind = traitlets.Unicode("question").tag(sync=True)
+    ask = traitlets.Unicode().tag(sync=True)
+    options = traitlets.List().tag(sync=True)
+    answer = traitlets.Unicode("").tag(sync=True)
+
+    def stored_text(self) -> str:
+        """The question and its options."""
+        return "\n".join([shown(self.ask, 2000), *(f"  {key}) {shown(text, 2000)}" for key, text in self.options)])
+
+    def stored_html(self) -> str:
+        """The same as a list."""
+        items = "".join(f"<div>{html.escape(key)}) {html.escape(text)}</div>" for key, text in self.options)
+        return f'<div style="border-left:5px solid #0072B2;padding:0.4em 0.9em"><b>{html.escape(self.ask)}</b>{items}</div>'
+
+
+class Range(Shown):
+    """A labelled slider over whole numbers; `below` is HTML under it, made by `workbench.views`.
+
+    `names`, one for each value from `min` on, replace the number beside the slider.
+    """
+
+    _esm = script("controls")
+    kind = traitlets.Unicode("range").tag(sync=True)
+    value = traitlets.Int(0).tag(sync=True)
+    min = traitlets.Int(0).tag(sync=True)
+    max = traitlets.Int(10).tag(sync=True)
+    step = traitlets.Int(1).tag(sync=True)
+    label = traitlets.Unicode("value").tag(sync=True)
+    names = traitlets.List().tag(sync=True)
+    below = traitlets.Unicode("").tag(sync=True)
+
+    def drive(self, run: Callable[[int], Any]) -> Range:
+        """Call `run(value)` now and after every move, and show the view it returns below. Returns the slider."""
+        def redraw(change: Any = None) -> None:
+            self._view = run(self.value)
+            self.below = self._view.html()
+
+        redraw()
+        self.observe(redraw, names=["value"])
+        return self
+
+    def stored_text(self) -> str:
+        """Label, value, and the view below."""
+        name = self.names[self.value - self.min] if self.names else self.value
+        view = getattr(self, "_view", None)
+        return f"{self.label}: {shown(name)}" + (f"\n{view!r}" if view is not None else "")
+
+    def stored_html(self) -> str:
+        """Label, value, and the view below."""
+        return f"<div><b>{html.escape(self.stored_text().splitlines()[0])}</b></div>{self.below}"

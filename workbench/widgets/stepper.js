@@ -1,0 +1,55 @@
+// Steps of anything: a trace and a position. `draw(trace, k)` reads trace.steps[0..k] and nothing beyond.
+function raster(trace, k, looks) {
+  const cells = Array.from({length: trace.steps.length}, (_, x) => x <= k ? trace.steps[x] : null);
+  const head = h('tr', {}, h('td', {}), ...cells.map(s => h('th', {scope: 'col'}, s ? visible(s.label) : '')));
+  const body = trace.lanes.map((name, lane) => h('tr', {}, h('th', {scope: 'row'}, name), ...cells.map((s, x) => {
+    const mark = s && s.marks.find(m => m[0] === lane);
+    const td = h('td', {className: (mark ? 'wb-mark ' : '') + (s && s.change ? 'wb-change ' : '') + (x === k ? 'wb-now' : '')}, mark ? mark[1] : '');
+    return mark ? paint(td, looks, lane) : td;
+  })));
+  return h('table', {'aria-label': `${trace.title}, steps 1 to ${k + 1}`}, h('thead', {}, head), h('tbody', {}, ...body));
+}
+function render({model, el, signal}) {
+  el.classList.add('wb');
+  const say = h('div', {className: 'wb-say', role: 'status', 'aria-live': 'polite'}), picture = h('div', {className: 'wb-raster', tabIndex: 0, role: 'region'});
+  const beside = h('div', {className: 'wb-scroll', tabIndex: 0, role: 'region'});
+  const last = () => model.get('trace').steps.length - 1;
+  const go = k => { model.set('k', Math.max(0, Math.min(last(), k))); model.save_changes(); };
+  const jump = way => {
+    const steps = model.get('trace').steps;
+    for (let k = model.get('k') + way; k >= 0 && k < steps.length; k += way) if (steps[k].change) return go(k);
+  };
+  const button = (text, label, act) => h('button', {type: 'button', 'aria-label': label, title: label, onclick: act}, text);
+  const first = button('⏮', 'first step (Home)', () => go(0)), back = button('◀', 'one step back (left arrow)', () => go(model.get('k') - 1));
+  const on = button('▶', 'one step on (right arrow)', () => go(model.get('k') + 1)), end = button('⏭', 'last step (End)', () => go(last()));
+  const less = button('⇤ change', 'previous change (p)', () => jump(-1)), more = button('change ⇥', 'next change (n)', () => jump(1));
+  const place = h('span', {});
+  const act = {ArrowLeft: () => go(model.get('k') - 1), ArrowRight: () => go(model.get('k') + 1), Home: () => go(0), End: () => go(last()),
+    ' ': () => go(model.get('k') + 1), n: () => jump(1), p: () => jump(-1)};
+  const bar = h('div', {className: 'wb-row wb-bar', tabIndex: 0, role: 'toolbar'}, first, back, on, end, less, more, place);
+  el.addEventListener('keydown', event => {
+    event.stopPropagation();                       // JupyterLab would move to another cell
+    const onButton = event.key === ' ' && event.target.tagName === 'BUTTON';
+    if (act[event.key] && !onButton && !event.ctrlKey && !event.altKey && !event.metaKey) { event.preventDefault(); act[event.key](); }
+  });
+  const draw = () => {
+    const trace = model.get('trace'), k = Math.min(model.get('k'), last()), step = trace.steps[k];
+    bar.setAttribute('aria-label', `${trace.title}: arrow keys step, Home and End, n and p jump to a change`);
+    picture.setAttribute('aria-label', trace.title);
+    beside.setAttribute('aria-label', `State at step ${k + 1}`);
+    say.textContent = step.sentence;
+    place.textContent = `step ${k + 1} of ${last() + 1}`;
+    first.disabled = back.disabled = k === 0;
+    on.disabled = end.disabled = k === last();
+    const scroll = picture.scrollLeft;
+    picture.replaceChildren(raster(trace, k, model.get('looks')));
+    picture.scrollLeft = scroll;
+    const now = picture.querySelector('.wb-now');
+    if (now && (now.offsetLeft < scroll || now.offsetLeft > scroll + picture.clientWidth - 40)) picture.scrollLeft = now.offsetLeft - picture.clientWidth / 2;
+    beside.replaceChildren(tableOf(trace.columns, step.table, trace.table));
+  };
+  el.replaceChildren(bar, say, h('div', {className: 'wb-two'}, picture, beside));
+  draw();
+  return follow(model, ['trace', 'k'], draw, signal);
+}
+export default { render };

@@ -1,0 +1,44 @@
+"""`Stepper`: walk through recorded steps, forwards and backwards, with the cause of each in one sentence."""
+
+from __future__ import annotations
+
+import html
+from typing import Any
+
+import traitlets
+
+from workbench.errors import ParameterError, shown
+from workbench.views.rasters import raster_picture
+from workbench.views.tables import table
+from workbench.widgets.base import Shown, script
+
+
+class Stepper(Shown):
+    """Steps of a trace (the form is described in `workbench.views.rasters`, with "table" and "columns" for the table beside it).
+
+    Keys: ← → Home End Space, n and p for the next and the previous change. `k` is the step shown. What is drawn for
+    step k depends on the first k + 1 steps only.
+    """
+
+    _esm = script("stepper")
+    trace = traitlets.Dict().tag(sync=True)
+    k = traitlets.Int(0).tag(sync=True)
+
+    def __init__(self, trace: dict[str, Any], caption: str = "", **kwargs: Any) -> None:
+        if not trace.get("steps"):
+            raise ParameterError("a trace without steps", "at least one step to show")
+        self._caption = caption
+        super().__init__(trace=trace, **kwargs)
+
+    def stored_text(self) -> str:
+        """Every change as a line."""
+        return repr(self._changes())
+
+    def stored_html(self) -> str:
+        """The whole raster as a picture, and every change as a row."""
+        return raster_picture(self.trace, self._caption or self.trace["title"]).html() + self._changes().html()
+
+    def _changes(self) -> Any:
+        rows = [(i + 1, s["label"], s["sentence"]) for i, s in enumerate(self.trace["steps"]) if s.get("change") or i == 0]
+        return table(["step", "", "what changed"], rows[:12], f"{shown(html.unescape(self.trace['title']))}: "
+                     f"{'the first 12 of ' * (len(rows) > 12)}{len(rows)} changes in {len(self.trace['steps'])} steps.")
