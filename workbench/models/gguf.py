@@ -29,8 +29,8 @@ from workbench.tensors.storage import HostStorage, Usage
 from workbench.tensors.tensor import MAX_DIMS, MAX_NAME, Extents, Tensor
 
 MAX_KEYS, MAX_KEY_BYTES, MAX_TENSORS = 2**14, 2**16 - 1, 2**16
-MAX_ELEMENTS = 2**22
-"""Most array elements in all of the metadata; a walk over so many strings takes half a second."""
+MAX_ELEMENTS = 2**21
+"""Most array elements in all of the metadata; a walk over so many strings takes 0.2 s."""
 MAX_TEXT = 2**26
 """Most bytes of one string, or of all strings of one array, in the metadata."""
 
