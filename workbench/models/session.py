@@ -1,0 +1,246 @@
+"""`Session`: a model at work (`llama_context`): its KV cache, its compute memory and the graphs it keeps.
+
+A graph is built once for each shape (tokens, visible cells, rows of logits) and then only fed with new inputs. Compute memory
+is reserved for the largest shape when the session starts, so no step ever has to grow it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from workbench.devices import Backend
+from workbench.errors import ModelError, ParameterError
+from workbench.execution import GraphAllocator
+from workbench.models.kv_cache import KVCache
+from workbench.models.model import Model
+from workbench.models.transformer import StepGraph, build_step
+from workbench.moe import RouteRecorder, RouteTrace
+
+MAX_GRAPHS = 64
+"""Graphs kept for reuse; beyond that the one that was not used for longest is dropped."""
+
+
+class Session:
+    """Decodes tokens of up to n_seq_max sequences (`llama_context`, `llama_decode`).
+
+    n_ctx: cells of the KV cache, shared by all sequences (default: the length the model was trained for; rounded up to 256).
+    n_batch: most tokens in one graph. backend: where to compute; else a CPU backend with `activation_rounding` and `n_threads`.
+    recording: whether routes are kept in `routes`; it may be switched at any time.
+    Counters: n_graph_builds, n_graph_reuses, n_plans.
+    """
+
+    def __init__(self, model: Model, n_ctx: int | None = None, n_batch: int = 512, n_seq_max: int = 1, backend: Backend | None = None,
+                 activation_rounding: str | None = None, n_threads: int | None = None, recording: bool = False) -> None:  # fmt: skip
+        n_ctx = model.hparams.n_ctx_train if n_ctx is None else n_ctx
+        for what, value in (("n_ctx", n_ctx), ("n_batch", n_batch), ("n_seq_max", n_seq_max)):
+            if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < 2**31:
+                raise ParameterError(f"{what}={value!r}", "a whole number of 1 or more")
+        if backend is not None and (activation_rounding, n_threads) != (None, None):
+            raise ParameterError("a backend together with activation_rounding or n_threads", "one or the other",
+                                 "CpuBackend(n_threads=…, activation_rounding=…) takes them")  # fmt: skip
+        self.model, self.n_seq_max = model, n_seq_max
+        self._own_backend = backend is None
+        self.backend = backend or _cpu(activation_rounding, n_threads)
+        self.cache = KVCache(model.hparams, n_ctx, self.backend.buffer_type)
+        self.n_ctx, self.n_batch = self.cache.n_ctx, min(n_batch, self.cache.n_ctx)
+        self.n_graph_builds = self.n_graph_reuses = self.n_plans = 0
+        self.recording = recording
+        self._recorder = RouteRecorder(model.hparams.moe_layers, model.hparams.router) if model.hparams.n_expert else None
+        self._next = [0] * n_seq_max
+        self._steps: dict[tuple[int, int, int, bool], tuple[StepGraph, Any]] = {}
+        self._memory: dict[bool, GraphAllocator] = {}
+        self._allocator(recording)
+
+    # ---- decoding
+
+    def decode(self, tokens: Sequence[int] | np.ndarray, seq: int = 0, outputs: str = "last") -> np.ndarray:
+        """Append tokens to a sequence; the logits of the last one (n_vocab,), or with outputs="all" of each (T, n_vocab)."""
+        return self.decode_batch([(seq, tokens)], outputs)[0]
+
+    def decode_batch(self, entries: Sequence[tuple[int, Sequence[int] | np.ndarray]], outputs: str = "last") -> list[np.ndarray]:
+        """Append tokens to several sequences at once: (sequence, tokens) each; their logits in the same order.
+
+        One token per sequence is a decode step: the number of rows is then padded to a power of two, so that few graphs
+        serve any number of sequences. Raises ModelError where the context is full, ParameterError for tokens or
+        sequences that do not exist; the session is then as it was before.
+        """
+        tokens, seqs, positions, wanted = self._rows(entries, outputs)
+        if len(tokens) > self.n_ctx - self.cache.n_used:
+            raise ModelError(f"the context is full: {self.cache.n_used} of {self.n_ctx} cells are in use, {len(tokens)} more tokens came",
+                             f"at most {self.n_ctx - self.cache.n_used} tokens",
+                             "session.reset(seq) frees a sequence; Session(model, n_ctx=…) makes a larger context")  # fmt: skip
+        steps = len(tokens) == len(entries)
+        taken: list[np.ndarray] = []
+        logits: list[np.ndarray] = []
+        try:
+            for first in range(0, len(tokens), self.n_batch):
+                part = slice(first, first + self.n_batch)
+                taken.append(self.cache.take(seqs[part], positions[part]))
+                logits.append(self._run(tokens[part], seqs[part], positions[part], taken[-1], wanted[part], steps))
+        except BaseException:
+            for cells in taken:
+                self.cache.give_back(cells)
+            raise
+        for seq, given in entries:
+            self._next[seq] += len(given)
+        rows = np.concatenate(logits) if len(logits) > 1 else logits[0]
+        if outputs == "last":
+            return list(rows)
+        return np.split(rows, np.cumsum([len(given) for _, given in entries])[:-1])
+
+    def reset(self, seq: int | None = None) -> None:
+        """Forget a sequence, or all of them (`llama_memory_seq_rm`, `llama_memory_clear`)."""
+        for s in range(self.n_seq_max) if seq is None else [self._checked_seq(seq)]:
+            self.cache.clear(s)
+            self._next[s] = 0
+
+    def n_past(self, seq: int = 0) -> int:
+        """Tokens that a sequence holds; the position of its next one."""
+        return self._next[self._checked_seq(seq)]
+
+    # ---- routes
+
+    @property
+    def routes(self) -> RouteTrace:
+        """What was recorded while `recording` was on. Raises ModelError for a model without experts."""
+        if self._recorder is None:
+            raise ModelError(f"{self.model.name} has no experts", "a mixture-of-experts model", "tiny-mixtral-f16, for example")
+        return self._recorder.trace()
+
+    def clear_routes(self) -> None:
+        """Forget the recorded routes."""
+        if self._recorder is not None:
+            self._recorder.clear()
+
+    # ---- memory
+
+    def memory(self) -> dict[str, int]:
+        """Bytes by purpose: weights (mapped, not copied), KV cache, compute buffers, work buffer and decoded weights of the backend."""
+        return {"weights": self.model.nbytes, "kv_cache": self.cache.nbytes,
+                "compute": sum(m.buffer_size() for m in self._memory.values()), **getattr(self.backend, "memory", dict)()}  # fmt: skip
+
+    def close(self) -> None:
+        """Give all memory back; the model stays open."""
+        self._steps.clear()
+        for allocator in self._memory.values():
+            allocator.close()
+        self.cache.close()
+        if self._own_backend:
+            self.backend.close()
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<Session of {self.model.name!r}, {self.cache.n_used} of {self.n_ctx} cells used, {len(self._steps)} graphs>"
+
+    # ---- inside
+
+    def _rows(self, entries: Sequence[tuple[int, Any]], outputs: str) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Token, sequence, position of each row, and whether its logits are wanted."""
+        if outputs not in ("last", "all"):
+            raise ParameterError(f"outputs={outputs!r}", '"last" or "all"')
+        if not entries:
+            raise ParameterError("no tokens to decode", "at least one (sequence, tokens)")
+        tokens, seqs, positions, wanted = [], [], [], []
+        seen: set[int] = set()
+        for seq, given in entries:
+            ids = np.asarray(given)
+            if self._checked_seq(seq) in seen:
+                raise ParameterError(f"sequence {seq} twice in one batch", "each sequence once", "join its tokens")
+            seen.add(seq)
+            if ids.ndim != 1 or not ids.size or ids.dtype.kind not in "iu":
+                raise ParameterError(f"tokens {given!r:.60}", "a list of one or more token ids")
+            if not (0 <= ids.min() and ids.max() < self.model.hparams.n_vocab):
+                raise ParameterError(f"token ids from {ids.min()} to {ids.max()}", f"0 to {self.model.hparams.n_vocab - 1}", "encode text with model.tokenizer")
+            tokens.append(ids)
+            seqs.append(np.full(len(ids), seq))
+            positions.append(self._next[seq] + np.arange(len(ids)))
+            wanted.append(np.full(len(ids), outputs == "all"))
+            wanted[-1][-1] = True
+        return tuple(map(np.concatenate, (tokens, seqs, positions, wanted)))  # type: ignore[return-value]
+
+    def _checked_seq(self, seq: int) -> int:
+        if not 0 <= seq < self.n_seq_max:
+            raise ParameterError(f"sequence {seq}", f"0 to {self.n_seq_max - 1}", "Session(model, n_seq_max=…) allows more")
+        return seq
+
+    def _run(self, tokens: np.ndarray, seqs: np.ndarray, positions: np.ndarray, cells: np.ndarray, wanted: np.ndarray, pad: bool) -> np.ndarray:
+        """One graph run; the logits of the wanted rows."""
+        n, recording = len(tokens), self.recording and self._recorder is not None
+        out_ids = np.arange(n) if recording else np.flatnonzero(wanted)
+        skip = min(bucket(n), self.n_batch) - n if pad else 0
+        # Rows that fill up the bucket repeat the first one and stand before it, so that its own result is what remains.
+        rows = np.concatenate([np.zeros(skip, np.int64), np.arange(n)])
+        n_outputs = min(bucket(max(len(out_ids), 1)), n) if not pad and not recording else len(out_ids) + skip
+        out_rows = np.zeros(n_outputs, np.int64)
+        out_rows[n_outputs - len(out_ids) :] = out_ids + skip
+        step, plan = self._step(n + skip, self.cache.n_kv(), n_outputs, recording)
+        fill_inputs(step, self.cache, tokens[rows], positions[rows], seqs[rows], cells[rows], out_rows)
+        plan.run()
+        self.backend.synchronize()
+        if recording:
+            assert self._recorder is not None
+            self._recorder.add(step.routings, np.stack([tokens, positions, seqs], 1), skip)
+        logits = step.logits.numpy().reshape(n_outputs, -1)[n_outputs - len(out_ids) :]
+        return logits[wanted] if recording else logits.copy()
+
+    def _step(self, n_tokens: int, n_kv: int, n_outputs: int, recording: bool) -> tuple[StepGraph, Any]:
+        """The graph of this shape with its plan: kept from before, else built, placed and planned."""
+        key = (n_tokens, n_kv, n_outputs, recording)
+        if key in self._steps:
+            self.n_graph_reuses += 1
+            self._steps[key] = self._steps.pop(key)  # the last one used stands last
+            return self._steps[key]
+        step = self._build(*key)
+        self._allocator(recording).alloc(step.graph)
+        self._steps[key] = step, self.backend.plan(step.graph)
+        self.n_plans += 1
+        if len(self._steps) > MAX_GRAPHS:
+            del self._steps[next(iter(self._steps))]
+        return self._steps[key]
+
+    def _build(self, n_tokens: int, n_kv: int, n_outputs: int, recording: bool) -> StepGraph:
+        self.n_graph_builds += 1
+        step = build_step(self.model, self.cache, n_tokens, n_kv, n_outputs)
+        if recording:
+            for routing in step.routings:
+                RouteRecorder.watch(routing)
+        return step
+
+    def _allocator(self, recording: bool) -> GraphAllocator:
+        """Compute memory, reserved for the largest graph; a recording one keeps more alive, so it has its own."""
+        if recording not in self._memory:
+            self._memory[recording] = GraphAllocator(self.backend.buffer_type)
+            self._memory[recording].reserve(self._build(self.n_batch, self.n_ctx, self.n_batch, recording).graph)
+        return self._memory[recording]
+
+
+def fill_inputs(step: StepGraph, cache: KVCache, tokens: np.ndarray, positions: np.ndarray, seqs: np.ndarray, cells: np.ndarray,
+                out_ids: np.ndarray) -> None:  # fmt: skip
+    """Write the inputs of a step (`llm_graph_result::set_inputs`)."""
+    inputs = step.inputs
+    mask = np.empty((inputs.mask.ne[1], inputs.mask.ne[0]), np.float32)
+    cache.fill_mask(mask, seqs, positions)
+    for leaf, values in ((inputs.tokens, tokens), (inputs.pos, positions), (inputs.k_idxs, cells), (inputs.v_idxs, cache.v_indices(cells)),
+                         (inputs.mask, mask), (inputs.out_ids, out_ids)):  # fmt: skip
+        leaf.set(values)
+
+
+def bucket(n: int) -> int:
+    """The power of two from n up."""
+    return 1 << (n - 1).bit_length()
+
+
+def _cpu(activation_rounding: str | None, n_threads: int | None) -> Backend:
+    from workbench.devices import CpuBackend
+
+    return CpuBackend(n_threads=n_threads or 1, activation_rounding=activation_rounding or "none")
+
+
