@@ -97,7 +97,7 @@ def test_pip_failing_says_why_and_leaves_no_stamp(tmp_path):
     assert not env.stamp.exists()
 
 
-@pytest.mark.parametrize("command", [["--help"], ["size"], ["lab", "--help"], ["nonsense"], ["doctor"]])
+@pytest.mark.parametrize("command", [["--help"], ["size"], ["lab", "--help"], ["nonsense"], ["doctor", "--here"]])
 def test_commands_start_on_a_bare_python(command):
     """-I -S: no site-packages at all, as on a machine where nothing was installed."""
     code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from workbench.cli import main; sys.exit(main({command!r}))"

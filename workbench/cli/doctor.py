@@ -147,7 +147,7 @@ def _blas() -> Finding:
 def _dot() -> Finding:
     if dot := shutil.which("dot"):
         return Finding("Graphviz", dot)
-    if importlib.util.find_spec("graphviz_pure") or shutil.which("graphviz-pure"):
+    if shutil.which("graphviz-pure", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])):
         return Finding("Graphviz", "graphviz-pure (no dot program; none is needed)")
     return Finding("Graphviz", "no dot program and no graphviz-pure", False, "see packages", needed=False)
 
