@@ -21,6 +21,10 @@ from workbench.tensors.tensor import Tensor
 if TYPE_CHECKING:
     from workbench.cgraph import CGraph
     from workbench.devices.plan import Plan
+    from workbench.kernels.weights import WeightSource
+
+PRODUCTS = frozenset({"MUL_MAT", "MUL_MAT_ID"})
+"""Ops that ask a weight source for their first operand."""
 
 
 class DeviceType(enum.Enum):
@@ -143,12 +147,19 @@ class Backend:
         raise NotImplementedError
 
     def operands(self, node: Tensor) -> tuple[Any, ...]:
-        """The kernel's operands: one per source, None where an optional one is missing."""
-        return tuple(None if s is None else self.operand(s) for s in node.src)
+        """The kernel's operands: one per source, None where an optional one is missing, weights of products as such."""
+        found = [None if s is None else self.operand(s) for s in node.src]
+        if node.op in PRODUCTS and node.src[0] is not None:
+            found[0] = self.weights(node.src[0])
+        return tuple(found)
+
+    def weights(self, tensor: Tensor) -> WeightSource:
+        """Where a product reads the matrices of `tensor` from."""
+        raise NotImplementedError
 
     def kernel_options(self, node: Tensor) -> dict[str, Any]:
         """What the kernel of `node` is told beside the node's own parameters."""
-        return {"rounding": self.activation_rounding} if node.op in ("MUL_MAT", "MUL_MAT_ID") else {}
+        return {"rounding": self.activation_rounding} if node.op in PRODUCTS else {}
 
     def work_memory(self, nbytes: int) -> Any:
         """Scratch memory of at least `nbytes` bytes, a 1-D uint8 array of `xp`, shared by the plans of this backend."""
@@ -171,6 +182,10 @@ class Backend:
 
     def synchronize(self) -> None:
         """Wait until everything asked of this backend is done (`ggml_backend_synchronize`)."""
+
+    def memory_report(self) -> dict[str, int]:
+        """Bytes this backend holds beside the buffers of tensors."""
+        return {}
 
     def close(self) -> None:
         """Give back threads and memory (`ggml_backend_free`)."""

@@ -12,7 +12,9 @@ import numpy as np
 from workbench.devices.backend import HOST_MEMORY, Backend, DeviceType
 from workbench.devices.threads import Workers
 from workbench.errors import ParameterError
+from workbench.kernels.blocks import operand
 from workbench.kernels.kernel import Step
+from workbench.kernels.weights import DequantCache, WeightSource, weights_of
 from workbench.tensors.storage import aligned_bytes
 from workbench.tensors.tensor import Tensor
 
@@ -42,7 +44,7 @@ class CpuBackend(Backend):
         if dequant_cache_bytes < 0:
             raise ParameterError(f"dequant_cache_bytes={dequant_cache_bytes}", "0 or more")
         self.name, self.n_threads, self.activation_rounding = name, n_threads, activation_rounding
-        self.dequant_cache_bytes = dequant_cache_bytes
+        self.dequant_cache = DequantCache(dequant_cache_bytes)
         self.lock = threading.RLock()
         self._workers = Workers(n_threads)
         self._work = np.empty(0, np.uint8)
@@ -62,11 +64,11 @@ class CpuBackend(Backend):
 
     def operand(self, tensor: Tensor) -> Any:
         """The tensor's memory as a 4-D NumPy view; `blocks.Rows` for bf16 and quantised types."""
-        if tensor.dtype.numpy is not None:
-            return tensor.array()
-        from workbench.kernels.blocks import Rows
+        return operand(tensor)
 
-        return Rows(tensor.dtype, tensor.raw_rows())
+    def weights(self, tensor: Tensor) -> WeightSource:
+        """Where a product reads `tensor` from: its own memory, or decoded through the cache."""
+        return weights_of(tensor, self.dequant_cache)
 
     def run_tasks(self, tasks: Sequence[Sequence[Step]]) -> None:
         """Let the threads share the tasks of one node."""
@@ -82,9 +84,10 @@ class CpuBackend(Backend):
     def memory_report(self) -> dict[str, int]:
         """Bytes this backend holds beside the buffers of tensors."""
         pieces = [a for r in self._work_pieces if (a := r()) is not None]
-        return {"work buffer": sum(a.size for a in pieces), "dequantised weights": 0}
+        return {"work buffer": sum(a.size for a in pieces), "dequantised weights": self.dequant_cache.used}
 
     def close(self) -> None:
-        """End the threads and give the work buffer back; the backend can still be used."""
+        """End the threads, give the work buffer and decoded weights back; the backend can still be used."""
         self._workers.close()
         self._work = np.empty(0, np.uint8)
+        self.dequant_cache.clear()

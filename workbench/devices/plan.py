@@ -22,7 +22,7 @@ from workbench.devices.threads import SINGLE_THREADED_BLAS
 from workbench.errors import GraphError
 from workbench.kernels.kernel import Kernel, Scratch, Step
 from workbench.tensors.storage import Storage
-from workbench.tensors.tensor import Flag, Tensor
+from workbench.tensors.tensor import Flag, Moves, Tensor
 
 if TYPE_CHECKING:
     from workbench.cgraph import CGraph
@@ -64,7 +64,7 @@ class PlannedNode(NamedTuple):
 class _Job(NamedTuple):
     """A node that needs work, and how that is cut: slices of the result along `axis`; one slice is the whole."""
 
-    index: int
+    at: int  # index in the graph
     node: Tensor
     kernel: Kernel
     operands: tuple[Any, ...]
@@ -85,9 +85,16 @@ class Plan:
         self.backend = backend
         self._n_nodes = len(graph.nodes)
         nodes = [(i, t) for i, t in enumerate(graph.nodes) if needs_work(t)]
-        self._bind_memory([t for _, t in nodes])
+        touched = dict.fromkeys(s for _, t in nodes for s in (t, *t.sources()))
+        for t in touched:
+            t.require_data()
         for _, t in nodes:
             backend.require_op(t)
+        self._touched = list(touched)
+        self._roots = list(dict.fromkeys(t.root() for t in touched))
+        self._moves, self._where = Moves.count, list(map(_WHERE, self._roots))
+        self._contexts = {t.context for t in touched if t.context is not None}
+        self._storages: list[Storage] = list({id(s): s for s, _, _ in self._where}.values())
         self.jobs = [_job(backend, i, t) for i, t in nodes]
         self.work_size = max((job.scratch * self._at_once(job) for job in self.jobs), default=0)
         memory = backend.work_memory(self.work_size)
@@ -99,7 +106,7 @@ class Plan:
 
     def n_tasks(self, i: int) -> int:
         """Tasks of node `i` of the graph (`ggml_get_n_tasks`); 0 where there is nothing to do."""
-        return next((len(job.parts) for job in self.jobs if job.index == i), 0)
+        return next((len(job.parts) for job in self.jobs if job.at == i), 0)
 
     def table(self) -> list[PlannedNode]:
         """One line per node that needs work, in order."""
@@ -125,19 +132,20 @@ class Plan:
         An exception of a kernel leaves with a note that names the node.
         """
         if not self.fits():
+            for t in self._touched:
+                t.require_data()
             raise GraphError("tensors of this plan were placed in other memory since it was made", "the memory it is bound to",
                              "make another plan, or use GraphRunner, which does so by itself")  # fmt: skip
         self.execute(record)
 
     def fits(self, graph: CGraph | None = None) -> bool:
-        """Whether tensors are where they were (and `graph` has no new nodes). Raises where their memory is gone."""
-        if list(map(_WHERE, self._roots)) != self._where:
-            for t in self._roots:
-                t.require_data()
-            return False
+        """Whether all tensors are where they were, in open memory, and `graph` (where given) has no new nodes."""
+        if self._moves != Moves.count:
+            if list(map(_WHERE, self._roots)) != self._where:
+                return False
+            self._moves = Moves.count
         if any(c.closed for c in self._contexts) or any(s.closed for s in self._storages):
-            for t in self._touched:
-                t.require_data()
+            return False
         return graph is None or len(graph.nodes) == self._n_nodes
 
     def execute(self, record: Recorder | None = None) -> None:
@@ -154,26 +162,16 @@ class Plan:
                 at = len(self._steps) - operator.length_hint(steps) - 1
                 if at >= 0:
                     node = self.jobs[at].node
-                    e.add_note(f"while {self.backend.name} computed node {self.jobs[at].index}: {node.label} = {node.desc}")
+                    e.add_note(f"while {self.backend.name} computed node {self.jobs[at].at}: {node.label} = {node.desc}")
                 raise
 
     def _timed(self, steps: Iterator[Step], record: Recorder) -> None:
         for job, step in zip(self.jobs, steps, strict=True):
             start = perf_counter_ns()
             step()
-            record.node(job.index, start, perf_counter_ns())
+            record.node(job.at, start, perf_counter_ns())
 
     # ---- making it
-
-    def _bind_memory(self, nodes: list[Tensor]) -> None:
-        touched = dict.fromkeys(t for node in nodes for t in (node, *node.sources()))
-        for t in touched:
-            t.require_data()
-        self._touched = list(touched)
-        self._roots = list(dict.fromkeys(t.root() for t in touched))
-        self._where = list(map(_WHERE, self._roots))
-        self._contexts = {t.context for t in touched if t.context is not None}
-        self._storages: list[Storage] = list({id(s): s for s, _, _ in self._where}.values())
 
     def _at_once(self, job: _Job) -> int:
         """Tasks of a node that may run at the same time."""
@@ -200,8 +198,6 @@ class Plan:
             extra["part"] = part
         elif len(job.parts) > 1:
             operands, out = tuple(_cut(a, job.axis, part) for a in operands), _cut(out, job.axis, part)
-        if kernel.ufunc:
-            operands, out = spread(operands, out)
         return kernel.bind(self.backend.xp, operands, out, job.node.params, **extra)
 
 
@@ -250,23 +246,6 @@ def _cut(array: Any, axis: int, part: slice) -> Any:
     if array is None or array.shape[axis] == 1:
         return array
     return array[(slice(None),) * axis + (part,)]
-
-
-def spread(operands: Sequence[Any], out: Any) -> tuple[tuple[Any, ...], Any]:
-    """The same arrays with axes split so that NumPy repeats what ggml repeats: any divisor of an extent, not only 1."""
-    arrays = [*operands, out]
-    for axis in range(3, -1, -1):
-        n = out.shape[axis]
-        m = next((a.shape[axis] for a in operands if a.shape[axis] not in (1, n)), 0)
-        if m:
-            arrays = [_split(a, axis, m) for a in arrays]
-    return tuple(arrays[:-1]), arrays[-1]
-
-
-def _split(array: Any, axis: int, m: int) -> Any:
-    n, shape = array.shape[axis], array.shape
-    pair = (n // m, m) if n > 1 else (1, 1)
-    return array.reshape(*shape[:axis], *pair, *shape[axis + 1 :])
 
 
 def _in_turn(steps: Sequence[Callable[[], Any]]) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 from workbench.errors import ContextClosed, ContextError, ContextFull, ParameterError, shown
 from workbench.tensors.dtype import DType, DTypeLike, dtype
 from workbench.tensors.storage import HostStorage
-from workbench.tensors.tensor import Extents, Strides, Tensor, contiguous_strides, extents
+from workbench.tensors.tensor import Extents, Moves, Strides, Tensor, contiguous_strides, extents
 
 OBJECT_BYTES, TENSOR_BYTES, ALIGNMENT = 32, 336, 16
 TENSOR_OVERHEAD = OBJECT_BYTES + TENSOR_BYTES
@@ -95,6 +95,7 @@ class Context:
         self.require_open()
         for t in self.tensors:
             t.context = _RESET  # the bytes will be reused: old tensors must not read them
+        Moves.count += 1
         self._used, self.objects, self.tensors = 0, [], []
 
     def close(self) -> None:

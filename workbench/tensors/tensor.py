@@ -29,6 +29,12 @@ Strides = tuple[int, ...]
 """Bytes between neighbours per dimension, in the same order."""
 
 
+class Moves:
+    """Counts placements of tensors in the whole process: a plan looks for moved tensors only where the count has grown."""
+
+    count = 0
+
+
 class Flag(enum.IntFlag):
     """What a tensor is for (`ggml_tensor_flag`)."""
 
@@ -192,6 +198,7 @@ class Tensor:
             raise StorageError(f"{self.label} at {offset:,} needs {self.nbytes:,} bytes",
                                f"room within the {storage.size:,} bytes of {storage.name}")  # fmt: skip
         self._storage, self._offset = storage, offset
+        Moves.count += 1
 
     def require_alive(self) -> None:
         """Raise ContextClosed where the context of this tensor, or of the owner of its memory, was closed."""
@@ -243,7 +250,7 @@ class Tensor:
             raise DTypeError(f"{self.label} is stored as {self.dtype}, which cannot be decoded here",
                              "a type that `gguf` dequantises", "import workbench (its kernels hold the block formats)")  # fmt: skip
         out = np.empty(self.ne[::-1], np.float32)
-        self.dtype.decode(self.raw_rows(), out)
+        self.dtype.decode(self.array() if self.dtype.name == "bf16" else self.raw_rows(), out)
         return out.reshape(self.shape)
 
     def _fetched(self, storage: Storage) -> Tensor:
