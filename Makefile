@@ -1,7 +1,7 @@
 # Thin names for `python -m workbench ...`, which works without make, on Windows too.
 PYTHON ?= python3
 ARGS ?=
-COMMANDS := lab setup test size doctor lint types bench lock clean
+COMMANDS := lab setup test size doctor lint types lessons bench lock clean
 
 OLD := The workbench needs Python 3.11 or newer; name one, for example: make lab PYTHON=python3.12
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from workbench import paths
 
-TARGETS = ("workbench", "tools", "tests", "notebooks", "benchmarks")
+TARGETS = ("workbench", "tools", "tests", "lessons", "notebooks", "benchmarks")
 
 
 def root() -> Path:

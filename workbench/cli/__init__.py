@@ -18,6 +18,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "info": ("workbench.cli.info", "main", "what is inside a GGUF file"),
     "setup": ("tools.setup", "", "only set up .venv: [main|test|dev] [--without-cuda]"),
     "test": ("tools.test", "test", "run the tests and every notebook"),
+    "lessons": ("tools.lessons", "test", "build the notebooks from lessons/, or check that they are in step"),
     "size": ("tools.size", "", "count the code, room by room, against its budget"),
     "lint": ("tools.lint", "dev", "check the style with ruff"),
     "types": ("tools.typecheck", "dev", "check the annotations with mypy"),
