@@ -5,7 +5,8 @@ with all four dimensions in NumPy's order (ne3, ne2, ne1, ne0). Rules:
 
 - `out` may be the very memory of an operand with the same layout (ggml's in-place reuse): read before you overwrite.
 - No allocation that grows with the data: temporaries come from `scratch`, whose size `work(node)` states in bytes.
-- `params` are the node's op parameters by name. Types without a NumPy dtype come as `blocks.Rows`.
+- `params` are the node's op parameters by name. Types without a NumPy dtype come as `blocks.Rows`, absent sources as None.
+- inf and NaN are results, not mistakes: whoever runs kernels does so under `np.errstate(all="ignore")`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from functools import partial
 from types import ModuleType
 from typing import Any
 
+import workbench.tensors.ops  # noqa: F401 - makes the rows whose columns this room fills
 from workbench.tensors.opspec import OPS
 from workbench.tensors.tensor import Tensor
 
@@ -64,7 +66,9 @@ class Kernel:
 
     work: bytes of scratch one task needs for this node. cut: which axis of the work may be cut into tasks:
     "elements" (any axis), "rows" (any but the last), "columns" (the kernel takes `part`, a slice of weight rows; they are
-    the last axis of `out`), None (one task). ufunc: name of the NumPy ufunc that is the whole kernel, called directly.
+    the last axis of `out`), None (one task). Cutting `out` along an axis cuts the operands that are as long there and keeps
+    those of length 1; any other length forbids it. ufunc: name of the NumPy ufunc that is the whole kernel wherever types
+    are equal and broadcasting suffices; it is then called directly.
     """
 
     fn: Callable[..., Any]
@@ -74,9 +78,24 @@ class Kernel:
 
     def bind(self, xp: ModuleType, operands: Sequence[Any], out: Any, params: dict[str, Any], **extra: Any) -> Step:
         """A call without arguments that computes `out`; made once, run for each pass over the graph."""
-        if self.ufunc:
+        if self.cut == "elements":
+            *operands, out = _simplest([*operands, out])
+        if self.ufunc and all(a.dtype == out.dtype and _broadcasts(a.shape, out.shape) for a in operands):
             return partial(getattr(xp, self.ufunc), *operands, out)
         return partial(self.fn, xp, *operands, out=out, **params, **extra)
+
+
+def _simplest(arrays: list[Any]) -> list[Any]:
+    """The same elements in fewer dimensions, which costs NumPy less: one if all are packed alike, else no leading ones."""
+    shape = arrays[-1].shape
+    if all(a.shape == shape and a.flags.c_contiguous for a in arrays):
+        return [a.reshape(-1) for a in arrays]
+    ones = next((i for i in range(len(shape)) if any(a.shape[i] != 1 for a in arrays)), len(shape) - 1)
+    return [a[(0,) * ones] for a in arrays]
+
+
+def _broadcasts(small: tuple[int, ...], big: tuple[int, ...]) -> bool:
+    return all(m in (1, n) for m, n in zip(small, big, strict=True))
 
 
 def kernel(*names: str, **planning: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
