@@ -233,6 +233,25 @@ class CGraph:
 
         return table(self)
 
+    def to_dot(self) -> str:
+        """The graph in the language of Graphviz (`ggml_graph_dump_dot`)."""
+        from workbench.cgraph.export import to_dot
+
+        return to_dot(self)
+
+    def to_json(self) -> str:
+        """The graph as JSON text, without data; `from_json` reads it."""
+        from workbench.cgraph.serial import to_json
+
+        return to_json(self)
+
+    @staticmethod
+    def from_json(text: str | bytes, context: Context | None = None) -> CGraph:
+        """Read what `to_json` wrote; runs nothing from the file. Raises FileFormatError."""
+        from workbench.cgraph.serial import from_json
+
+        return from_json(text, context)
+
     def __len__(self) -> int:
         return len(self.nodes)
 

@@ -1,0 +1,288 @@
+"""Graphs as JSON, our own format (ggml's `ggml_graph_export` wrote a binary one and is gone).
+
+    {"format": "workbench.graph", "version": 1, "name": "", "size": 2048,
+     "tensors": [{"name": "ffn_gate-0", "op": "MUL_MAT", "type": "f32", "ne": [64, 5, 1, 1], "nb": [4, 256, 1280, 1280],
+                  "src": [3, 7], "params": {}, "flags": ["compute"], "view": [12, 256]}, …],
+     "leafs": [ids], "nodes": [ids]}
+
+The id of a tensor is its place in `tensors`; sources come before their users (only a cast is its own source), null is an
+absent source. `op` is the telling name of the op table ("SILU", not "UNARY"; "NONE" for a leaf); `view` is [owner of the
+memory, byte offset] and missing where the tensor owns its memory. Tuples are lists; numbers that JSON lacks are
+{"float": "inf"}, "-inf" or "nan". Data is not part of it.
+
+Reading runs nothing from the file: each node is made again by its op's constructor, and what the file says of its shape must
+agree. So a file describes only what could also be built by hand, and needs memory in proportion to its length.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from workbench.cgraph.export import flag_names
+from workbench.cgraph.graph import CGraph, graph_nbytes
+from workbench.errors import FileFormatError, WorkbenchError, shown
+from workbench.tensors import ops
+from workbench.tensors.context import TENSOR_OVERHEAD, Context
+from workbench.tensors.dtype import DTYPES
+from workbench.tensors.opspec import OPS
+from workbench.tensors.tensor import MAX_SRC, Flag, Tensor, extents
+
+FORMAT, VERSION = "workbench.graph", 1
+MAX_INT, MAX_SIZE, MAX_NAME = 2**63 - 1, 2**31 - 1, 4096
+_FLAGS = {f.name.lower(): f for f in Flag if f.name}
+_FIELDS = {"name", "op", "type", "ne", "nb", "src", "params", "flags"}
+_MADE: dict[str, Callable[..., Tensor]] = {  # rows whose constructor is not simply called with (*src, **params)
+    "SCALE": lambda src, p, r: ops.scale(*src, s=p["scale"], bias=p["bias"]),
+    "SOFT_MAX": lambda src, p, r: ops.soft_max_ext(*(*src, None, None)[:2], sinks=src[2] if len(src) > 2 else None, **p),
+    "ROPE": lambda src, p, r: ops.rope(*src[:2], freq_factors=src[2] if len(src) > 2 else None, **p),
+    "SET_ROWS": lambda src, p, r: ops.set_rows(src[2], src[0], src[1]),
+    "CPY": lambda src, p, r: ops.cpy(*src) if "view" in r else ops.cast(src[0], r["type"]),
+    "CONT": lambda src, p, r: ops.cont(*src, *r["ne"]),
+    "REPEAT": lambda src, p, r: ops.repeat(*src, r["ne"]),
+    "RESHAPE": lambda src, p, r: ops.reshape(*src, *r["ne"]),
+    "PERMUTE": lambda src, p, r: ops.permute(*src, *p["axes"]),
+}
+
+
+# ---- writing
+
+
+def to_dict(graph: CGraph) -> dict[str, Any]:
+    """The graph as plain data for JSON (and for the snapshot of a `Trace`). Raises ContextClosed."""
+    graph.require_open()
+    walk = CGraph(size=MAX_SIZE).expansion(*graph.leafs, *graph.nodes)  # sources first, also of nodes outside a view
+    tensors = [t for kind, t, _, _ in walk if kind in ("leaf", "node")]
+    ids = {t: i for i, t in enumerate(tensors)}
+    return {"format": FORMAT, "version": VERSION, "name": graph.name, "size": graph.size,
+            "tensors": [_record(t, ids) for t in tensors],
+            "leafs": [ids[t] for t in graph.leafs], "nodes": [ids[t] for t in graph.nodes]}  # fmt: skip
+
+
+def to_json(graph: CGraph) -> str:
+    """The graph as JSON text; see the module's docstring for the format."""
+    return json.dumps(to_dict(graph), separators=(",", ":"), allow_nan=False)
+
+
+def _record(t: Tensor, ids: dict[Tensor, int]) -> dict[str, Any]:
+    record = {"name": t.name, "op": t.desc, "type": t.dtype.name, "ne": [*t.ne], "nb": [*t.nb],
+              "src": [None if s is None else ids[s] for s in t.src],
+              "params": {k: _plain(v) for k, v in t.params.items()}, "flags": flag_names(t)}  # fmt: skip
+    if t.view_src is not None:
+        record["view"] = [ids[t.view_src], t.view_offs]
+    return record
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, (tuple, list)):
+        return [_plain(v) for v in value]
+    return {"float": str(value)} if isinstance(value, float) and not math.isfinite(value) else value
+
+
+# ---- reading
+
+
+def from_json(text: str | bytes, context: Context | None = None) -> CGraph:
+    """The graph that `to_json` wrote: tensors without data, in `context` or in a new one that holds only descriptions.
+
+    Raises FileFormatError for anything that is not such a file; `context` is then as before.
+    """
+    try:
+        data = json.loads(text, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as e:  # UnicodeDecodeError is a ValueError
+        raise FileFormatError(f"graph: not JSON: {shown(e)}", "the text that to_json wrote") from None
+    return from_dict(data, context)
+
+
+def from_dict(data: Any, context: Context | None = None) -> CGraph:
+    """As `from_json`, from parsed JSON."""
+    records = _checked_file(data)
+    graph = _made(data, records, Context((TENSOR_OVERHEAD + 16) * len(records) + 16, no_alloc=True, name="graph file"))
+    if context is None:
+        return graph
+    kept = _made(data, records, context)
+    context.reserve("graph", graph_nbytes(kept.size), kept.name)
+    return kept
+
+
+def _checked_file(data: Any) -> list[dict[str, Any]]:
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
+        _wrong("the file", f'an object with "format": "{FORMAT}"')
+    if data.get("version") != VERSION or isinstance(data["version"], bool):
+        _wrong(f"version {shown(data.get('version'))}", f"version {VERSION}")
+    if set(data) != {"format", "version", "name", "size", "tensors", "leafs", "nodes"}:
+        _wrong(f"the set of fields {shown(sorted(data))}", "format, version, name, size, tensors, leafs, nodes")
+    _text(data["name"], "name")
+    _whole(data["size"], "size", MAX_SIZE)
+    records = data["tensors"]
+    if not isinstance(records, list):
+        _wrong("tensors", "a list")
+    for i, r in enumerate(records):
+        _check_record(i, r)
+    for part in ("leafs", "nodes"):
+        ids = _list(data[part], part, min(len(records), data["size"]))
+        for i in ids:
+            _whole(i, f"an id in {part}", len(records) - 1)
+    listed = data["leafs"] + data["nodes"]
+    if len(set(listed)) != len(listed):
+        _wrong("leafs and nodes", "each id once")
+    return records
+
+
+def _check_record(i: int, r: Any) -> None:
+    where = f"tensor {i}"
+    if not isinstance(r, dict) or not _FIELDS <= set(r) <= _FIELDS | {"view"}:
+        _wrong(where, "an object with " + ", ".join(sorted(_FIELDS)) + " and at most view")
+    _text(r["name"], f"{where}: name")
+    if not isinstance(r["op"], str) or r["op"] != "NONE" and r["op"] not in OPS:
+        _wrong(f"{where}: op {shown(r['op'])}", "NONE or a name of the op table")
+    if not isinstance(r["type"], str) or r["type"] not in DTYPES:
+        _wrong(f"{where}: type {shown(r['type'])}", "one of " + ", ".join(DTYPES))
+    for field in ("ne", "nb"):
+        if len(_list(r[field], f"{where}: {field}", 4)) != 4:
+            _wrong(f"{where}: {field}", "four numbers")
+        for n in r[field]:
+            _whole(n, f"{where}: {field}", MAX_INT)
+    for s in _list(r["src"], f"{where}: src", MAX_SRC):
+        if s is not None:
+            _whole(s, f"{where}: a source", i if r["op"] == "CPY" else i - 1, "an earlier tensor (a later one would be a cycle)")
+    flags = _list(r["flags"], f"{where}: flags", len(_FLAGS))
+    if not all(isinstance(f, str) and f in _FLAGS for f in flags):
+        _wrong(f"{where}: flags {shown(flags)}", "some of " + ", ".join(_FLAGS))
+    if not isinstance(r["params"], dict):
+        _wrong(f"{where}: params", "an object")
+    if "view" in r:
+        if len(_list(r["view"], f"{where}: view", 2)) != 2:
+            _wrong(f"{where}: view", "[owner, byte offset]")
+        _whole(r["view"][0], f"{where}: the owner of a view", i - 1, "an earlier tensor")
+        _whole(r["view"][1], f"{where}: the offset of a view", MAX_INT)
+
+
+def _made(data: dict[str, Any], records: list[dict[str, Any]], context: Context) -> CGraph:
+    made: list[Tensor] = []
+    with context.active():
+        for i, r in enumerate(records):
+            t = _tensor(i, r, made, context)
+            t.name = r["name"]
+            for f in r["flags"]:
+                t.flags |= _FLAGS[f]
+            made.append(t)
+    graph = CGraph(size=data["size"], name=data["name"])
+    graph.context = context
+    graph.leafs, graph.nodes = ([made[i] for i in data[part]] for part in ("leafs", "nodes"))
+    graph.visited = dict.fromkeys((*graph.leafs, *graph.nodes), 0)
+    _check_order(graph, made)
+    return graph
+
+
+def _tensor(i: int, r: dict[str, Any], made: list[Tensor], context: Context) -> Tensor:
+    """The tensor of record i, made by the constructor of its op; what the record says besides must agree."""
+    src = [None if s is None else made[s] if s < i else None for s in r["src"]]
+    try:
+        if r["op"] == "VIEW" or r["op"] == "NONE" and "view" in r:
+            t = _view(r, src, made, context)
+        elif r["op"] == "NONE":
+            t = context.new_tensor(r["type"], *r["ne"])
+        else:
+            make = _MADE.get(r["op"]) or _by_name(r["op"])
+            t = make(src, {k: _value(v) for k, v in r["params"].items()}, r)
+    except (WorkbenchError, TypeError, ValueError, ArithmeticError, AttributeError, LookupError) as e:
+        if isinstance(e, FileFormatError) or isinstance(e, WorkbenchError) and isinstance(e, MemoryError):
+            raise
+        found = e.found if isinstance(e, WorkbenchError) else f"{r['op']} cannot be made of these sources and parameters"
+        raise FileFormatError(f"graph: tensor {i} is wrong: {found}", getattr(e, "expected", "") or "what its constructor accepts") from None
+    if len(t.src) != len(src) or any(s is not (t if r["src"][j] == i else src[j]) for j, s in enumerate(t.src)):
+        _wrong(f"tensor {i}: src {shown(r['src'])}", f"the sources of {r['op']} in its order")
+    says = {"type": t.dtype.name, "ne": [*t.ne], "nb": [*t.nb], "params": {k: _plain(v) for k, v in t.params.items()}}
+    for field, value in says.items():
+        if r[field] != value:
+            _wrong(f"tensor {i}: {field} {shown(r[field])}", f"{shown(value)}, as {r['op']} of these sources has")
+    if t.nbytes > MAX_INT:
+        _wrong(f"tensor {i}: {t.nbytes:.3g} bytes", "less than 2**63")
+    view = None if t.view_src is None else [t.view_src, t.view_offs]
+    if view != ([made[r["view"][0]], r["view"][1]] if "view" in r else None):
+        _wrong(f"tensor {i}: view {shown(r.get('view'))}", f"the memory that {r['op']} of these sources uses")
+    return t
+
+
+def _view(r: dict[str, Any], src: list[Tensor | None], made: list[Tensor], context: Context) -> Tensor:
+    """A view by its record, since no constructor takes every stride; it must lie within the owner's bytes."""
+    owner, offset = made[r["view"][0]] if "view" in r else None, r["view"][1] if "view" in r else 0
+    if owner is None or owner.view_src is not None or r["type"] != owner.dtype.name or any(s is None or s.root() is not owner for s in src):
+        raise ValueError
+    if r["op"] == "VIEW" and (len(src) != 1 or set(r["params"]) != {"offset"} or src[0].view_offs + r["params"]["offset"] != offset):  # type: ignore[union-attr]
+        raise ValueError
+    spec = OPS["VIEW"] if r["op"] == "VIEW" else None
+    t = Tensor(owner.dtype, extents(r["ne"]), tuple(r["nb"]), op=r["op"], spec=spec, src=tuple(src),
+               params={"offset": _whole(r["params"]["offset"], "params: offset", MAX_INT)} if spec else {}, view_src=owner, view_offs=offset)  # fmt: skip
+    if t.ne[0] % owner.dtype.block or offset + t.nbytes > owner.nbytes:
+        _wrong(f"a view of {t.nbytes:,} bytes at offset {offset:,}", f"rows of whole blocks within the {owner.nbytes:,} bytes of {owner.label}")
+    return context.add(t)
+
+
+def _by_name(op: str) -> Callable[..., Tensor]:
+    spec = OPS[op]
+    if spec.op in ("UNARY", "GLU") and spec.op != op:
+        make = ops.unary if spec.op == "UNARY" else ops.glu
+        return lambda src, p, r: make(op, *src, **{k: v for k, v in p.items() if k != spec.op.lower()})
+    constructor = getattr(ops, op.lower(), None)
+    if op.lower() not in ops.__all__ or constructor is None:
+        _wrong(f"op {op}", "an op that has a constructor")
+    return lambda src, p, r: constructor(*src, **p)
+
+
+def _check_order(graph: CGraph, made: list[Tensor]) -> None:
+    done: set[Tensor] = set(graph.leafs)
+    inside = graph.visited
+    for t in (*graph.leafs, *graph.nodes):
+        leaf = t.op == "NONE" and not t.flags & Flag.PARAM
+        if leaf != (t in done):
+            _wrong(f"{shown(t.name)} among the {'nodes' if leaf else 'leafs'}", "leafs: tensors without op that are no parameters")
+        for s in t.sources():
+            if s in inside:
+                inside[s] += 1
+    for t in graph.nodes:
+        for s in t.sources():
+            if s in inside and s not in done and s is not t:
+                _wrong(f"node {shown(t.name)} before its source {shown(s.name)}", "nodes in the order of computation")
+        done.add(t)
+
+
+def _value(v: Any) -> Any:
+    """A parameter as its constructor takes it."""
+    if isinstance(v, dict):
+        if set(v) != {"float"} or v["float"] not in ("inf", "-inf", "nan"):
+            _wrong(f"parameter {shown(v)}", '{"float": "inf"}, "-inf" or "nan"')
+        return float(v["float"])
+    if isinstance(v, list):
+        return tuple(_whole(x, "a parameter", MAX_INT) for x in v)
+    if v is None or isinstance(v, str) and len(v) > MAX_NAME or isinstance(v, int) and abs(v) > MAX_INT:
+        _wrong(f"parameter {shown(v)}", "a number, a word or a list of whole numbers")
+    return v
+
+
+def _whole(v: Any, where: str, most: int, expected: str = "") -> int:
+    if not isinstance(v, int) or isinstance(v, bool) or not 0 <= v <= most:
+        _wrong(f"{where} {shown(v)}", expected or f"a whole number from 0 to {most}")
+    return v
+
+
+def _list(v: Any, where: str, longest: int) -> list[Any]:
+    if not isinstance(v, list) or len(v) > longest:
+        _wrong(where, f"a list of at most {longest} entries")
+    return v
+
+
+def _text(v: Any, where: str) -> None:
+    if not isinstance(v, str) or len(v) > MAX_NAME:
+        _wrong(where, f"text of at most {MAX_NAME} characters")
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _wrong(what: str, expected: str) -> NoReturn:
+    raise FileFormatError(f"graph: {what} is wrong", expected, "write the file again with to_json")
