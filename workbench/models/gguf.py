@@ -188,10 +188,10 @@ class GGUFFile:
         """
         if key not in self.metadata:
             if default is _REQUIRED:
-                raise ModelError(f"{shown(self.path.name)} has no key {shown(key)!r}", "a model whose header gives it",
+                raise ModelError(f"{shown(self.path.name)} has no key '{shown(key)}'", "a model whose header gives it",
                                  f"`python -m workbench info {shown(self.path)} --metadata` lists what there is")  # fmt: skip
             return default
-        value, what = self.metadata[key], f"key {shown(key)!r} of {shown(self.path.name)}"
+        value, what = self.metadata[key], f"key '{shown(key)}' of {shown(self.path.name)}"
         if kind is float and type(value) is int:
             value = float(value)
         if kind is not None and type(value) is not kind:
@@ -220,10 +220,10 @@ class GGUFFile:
         Raises ModelError where the file has no such tensor.
         """
         if name not in self.tensors:
-            raise ModelError(f"{shown(self.path.name)} has no tensor {shown(name)!r}", f"one of its {len(self.tensors)} tensors",
+            raise ModelError(f"{shown(self.path.name)} has no tensor '{shown(name)}'", f"one of its {len(self.tensors)} tensors",
                              f"`python -m workbench info {shown(self.path)} --tensors` lists them")  # fmt: skip
         if context is not None and not context.no_alloc:
-            raise ContextError(f"tensor {shown(name)!r} lies in its file", "a context made with no_alloc=True")
+            raise ContextError(f"tensor '{shown(name)}' lies in its file", "a context made with no_alloc=True")
         info = self.tensors[name]
         leaf = Tensor(info.dtype, info.ne) if context is None else context.new_tensor(info.dtype, *info.ne)
         leaf.name = name  # as it is in the file: its length was checked, and `named` would drop bytes that are not UTF-8
@@ -245,7 +245,7 @@ class GGUFFile:
 
     def __repr__(self) -> str:
         held = f"{len(self.metadata)} keys, {len(self.tensors)} tensors, {self.storage.size:,} bytes"
-        return f"<GGUFFile {shown(self.path.name)!r} v{self.version}, {held}>"
+        return f"<GGUFFile '{shown(self.path.name)}' v{self.version}, {held}>"
 
 
 class _Header:
@@ -324,8 +324,9 @@ class _Header:
         places = self.file.metadata._places
         key = self.string(f"key {i}", MAX_KEY_BYTES)
         if not key or key in places:
-            self.bad(f"key {i} {'is empty' if not key else f'{shown(key)!r} occurs twice'}", "each key once, and not empty")
-        what = f"value of {shown(key)!r}"
+            state = f"'{shown(key)}' occurs twice" if key else "is empty"
+            self.bad(f"key {i} {state}", "each key once, and not empty")
+        what = f"value of '{shown(key)}'"
         kind = self._kind(what)
         if kind == 9:
             places[key] = self._array(what)
@@ -403,7 +404,7 @@ class _Header:
 
     def _tensor(self, i: int) -> tuple[str, DType, Extents, int]:
         name = self.string(f"name of tensor {i}", MAX_NAME - 1)
-        what = f"tensor {shown(name)!r}"
+        what = f"tensor '{shown(name)}'"
         n_dims = self.u32(f"dimensions of {what}")
         if n_dims > MAX_DIMS:
             self.bad(f"{what} has {n_dims:,} dimensions", f"at most {MAX_DIMS}")
@@ -429,7 +430,7 @@ class _Header:
         file, room = self.file, self.end - self.file.data_offset
         expected = 0
         for name, dt, ne, offset in table:
-            what = f"tensor {shown(name)!r}"
+            what = f"tensor '{shown(name)}'"
             if name in file.tensors:
                 self.bad(f"{what} occurs twice", "each name once")
             if offset != expected:
@@ -466,7 +467,7 @@ def find_model(which: str | os.PathLike[str]) -> Path:
     shipped = shipped_models()
     if name.removesuffix(".gguf") in shipped:
         return shipped[name.removesuffix(".gguf")]
-    raise FileFormatError(f"no file {shown(name)!r}", "the path of a GGUF file, or the name of a shipped model",
+    raise FileFormatError(f"no file '{shown(name)}'", "the path of a GGUF file, or the name of a shipped model",
                           f"shipped models: {', '.join(shipped) or 'none here'}")  # fmt: skip
 
 
@@ -521,7 +522,7 @@ def _looks_like(start: bytes, path: Path) -> tuple[str, str, str]:
         return "begins with zero bytes", expected, "an interrupted download? fetch it again"
     with contextlib.suppress(UnicodeDecodeError):
         if all(c.isprintable() or c.isspace() for c in start[:60].decode("utf-8", "strict" if len(start) < 60 else "ignore")):
-            return f"looks like text: {shown(start.decode('utf-8', 'replace'), 40)!r}", expected, "name the .gguf file of the model"
+            return f"looks like text: '{shown(start.decode('utf-8', 'replace'), 40)}'", expected, "name the .gguf file of the model"
     return f"begins with the bytes {start[:8].hex(' ')}", expected, "name the .gguf file of the model"
 
 

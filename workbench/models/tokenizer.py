@@ -63,7 +63,7 @@ class Tokenizer:
         pre = file.meta("tokenizer.ggml.pre", "", str)
         if pre not in SUPPORTED.get(model, ()):
             known = " or ".join(f"model {m!r} with pre {' or '.join(map(repr, p))}" for m, p in SUPPORTED.items())
-            raise ModelError(f"the tokenizer of {shown(file.path.name)} is model {shown(model)!r} with pre {shown(pre)!r}", known,
+            raise ModelError(f"the tokenizer of {shown(file.path.name)} is model '{shown(model)}' with pre '{shown(pre)}'", known,
                              "token ids made elsewhere can still be fed to the model; `info` shows the file")  # fmt: skip
         tokens, merges = _array(file, "tokens", "str"), _array(file, "merges", "str")
         types = _array(file, "token_type", "i32") if "tokenizer.ggml.token_type" in file.metadata else None
@@ -82,10 +82,11 @@ class Tokenizer:
         bos: start with BOS if the model wants it (`add_bos`); False for a text that continues another one.
         """
         try:
-            ids = self._bpe.encode(text, add_special_tokens=False).ids
+            text.encode()
         except UnicodeEncodeError as e:
             raise ParameterError(f"the text holds {shown(text[e.start])}, half of a character, at position {e.start}", "whole characters",
                                  "text.encode('utf-8', 'replace').decode()") from None  # fmt: skip
+        ids = self._bpe.encode(text, add_special_tokens=False).ids
         return [self.bos, *ids] if bos and self.add_bos and self.bos is not None else ids
 
     def token_bytes(self, token: int) -> bytes:
@@ -121,7 +122,7 @@ class Tokenizer:
         vocabulary = {text: i for i, text in enumerate(self.tokens)}
         if len(vocabulary) < len(self.tokens):
             twice = next(t for i, t in enumerate(self.tokens) if vocabulary[t] != i)
-            raise ModelError(f"token {shown(twice)!r} occurs twice in the vocabulary", "each token once")
+            raise ModelError(f"token '{shown(twice)}' occurs twice in the vocabulary", "each token once")
         if missing := _BYTE.keys() - vocabulary.keys():  # `tokenizers` would drop such bytes without a word
             raise ModelError(f"the vocabulary has no tokens for {len(missing)} of the 256 bytes", "one for each: any text can be encoded")
         try:
