@@ -12,7 +12,8 @@ def modules_after(code: str) -> tuple[set[str], float]:
     """The top-level modules loaded by `code` in a fresh interpreter, and the seconds it took after numpy."""
     run = subprocess.run([sys.executable, "-c", "import json, sys, time\nimport numpy\nt = time.perf_counter()\n" + code +
                           "\nprint(json.dumps([time.perf_counter() - t, sorted({m.partition('.')[0] for m in sys.modules})]))"],
-                         capture_output=True, text=True, check=True)
+                         capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
     seconds, names = json.loads(run.stdout)
     return set(names), seconds
 
