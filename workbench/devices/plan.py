@@ -20,7 +20,7 @@ import numpy as np
 
 from workbench.devices.threads import SINGLE_THREADED_BLAS
 from workbench.errors import GraphError
-from workbench.kernels.kernel import Kernel, Scratch, Step
+from workbench.kernels.kernel import IndexOutOfRange, Kernel, Scratch, Step
 from workbench.tensors.storage import Storage
 from workbench.tensors.tensor import Flag, Moves, Tensor
 
@@ -39,7 +39,6 @@ FLOPS_PER_NS, BYTES_PER_NS = 50, 10
 _BLAS_OPS = frozenset({"MUL_MAT", "MUL_MAT_ID", "OUT_PROD"})
 _COMPUTE = int(Flag.COMPUTE)
 _WHERE = operator.attrgetter("_storage", "_offset", "context")
-_AXIS = {"columns": 3, "rows": 2}
 
 
 class Recorder(Protocol):
@@ -162,6 +161,8 @@ class Plan:
                 at = len(self._steps) - operator.length_hint(steps) - 1
                 if at >= 0:
                     node = self.jobs[at].node
+                    if isinstance(e, IndexOutOfRange):
+                        raise e.named(node) from None
                     e.add_note(f"while {self.backend.name} computed node {self.jobs[at].at}: {node.label} = {node.desc}")
                 raise
 
@@ -217,18 +218,16 @@ def _job(backend: Backend, index: int, node: Tensor) -> _Job:
 
 
 def _parts(node: Tensor, kernel: Kernel, operands: Sequence[Any], out: Any) -> tuple[int, list[slice]]:
-    """Along which axis the work is cut, and where."""
-    n = node.ne
-    if kernel.cut == "elements":
-        axis = max(range(4), key=lambda a: n[3 - a])
-    else:
-        axis = _AXIS.get(kernel.cut or "", 3)
-    extent = n[3 - axis]
-    tasks = min(_worthwhile_tasks(node), extent // ROWS)
-    if tasks < 2 or kernel.cut is None or (kernel.cut != "columns" and not _sliceable((*operands, out), axis, extent)):
-        return axis, [slice(0, extent)]
-    step = -(-extent // (tasks * ROWS)) * ROWS
-    return axis, [slice(a, min(a + step, extent)) for a in range(0, extent, step)]
+    """Along which axis the work is cut, and where: by the kernel's own rule, else in about equal multiples of 64."""
+    if kernel.parts is not None:
+        return 3, kernel.parts(node)
+    n = out.shape
+    axis = max(range(4), key=n.__getitem__) if kernel.cut == "elements" else 2
+    tasks = min(_worthwhile_tasks(node), n[axis] // ROWS)
+    if kernel.cut is None or tasks < 2 or not _sliceable((*operands, out), axis, n[axis]):
+        return axis, [slice(0, n[axis])]
+    step = -(-n[axis] // (tasks * ROWS)) * ROWS
+    return axis, [slice(a, min(a + step, n[axis])) for a in range(0, n[axis], step)]
 
 
 def _worthwhile_tasks(node: Tensor) -> int:
