@@ -18,6 +18,7 @@ from types import ModuleType
 from typing import Any
 
 import workbench.tensors.ops  # noqa: F401 - makes the rows whose columns this room fills
+from workbench.errors import ParameterError
 from workbench.tensors.opspec import OPS
 from workbench.tensors.tensor import Tensor
 
@@ -29,9 +30,12 @@ class Scratch:
 
     def __init__(self, memory: Any) -> None:
         self.memory = memory
+        self._carved: dict[Any, list[Any]] = {}
 
     def arrays(self, *wanted: tuple[tuple[int, ...], Any]) -> list[Any]:
         """One array per (shape, dtype), side by side, 64-byte aligned; their contents are undefined."""
+        if wanted in self._carved:
+            return self._carved[wanted]
         out, at = [], 0
         for shape, dt in wanted:
             n = 1
@@ -42,6 +46,8 @@ class Scratch:
                 raise AssertionError(f"scratch of {self.memory.size} bytes is too small: {wanted}")
             out.append(self.memory[at : at + nbytes].view(dt).reshape(shape))
             at += -(-nbytes // 64) * 64
+        if len(self._carved) < 8:  # a plan runs the same kernel with the same piece each time; carving costs 1 µs an array
+            self._carved[wanted] = out
         return out
 
     def array(self, shape: tuple[int, ...], dt: Any = "f4") -> Any:
@@ -60,21 +66,41 @@ def _itemsize(dt: Any) -> int:
     return np.dtype(dt).itemsize
 
 
+class IndexOutOfRange(ParameterError):
+    """An id that names no row or expert, found before anything was computed. `named` says whose it is."""
+
+    def __init__(self, operand: int, what: str, indices: Any, limit: int, label: str = "the index operand") -> None:
+        self.operand, self.what, self.indices, self.limit = operand, what, indices, limit
+        wrong = ((indices < 0) | (indices >= limit)).nonzero()
+        place = tuple(int(axis[0]) for axis in wrong)
+        super().__init__(f"{what} {int(indices[place])} at index {list(place)} of {label}", f"0 to {limit - 1}: there are {limit}")
+
+    def named(self, node: Tensor) -> IndexOutOfRange:
+        """The same error with the names of tensor and node."""
+        source = node.src[self.operand]
+        return IndexOutOfRange(self.operand, self.what, self.indices, self.limit, f"{source.label if source else '?'}, a source of {node.label}")
+
+    def __reduce__(self) -> tuple[type, tuple[str, str, str]]:
+        return ParameterError, (self.found, self.expected, self.hint)
+
+
 @dataclass(frozen=True)
 class Kernel:
     """A kernel with what the planner must know about it.
 
     work: bytes of scratch one task needs for this node. cut: which axis of the work may be cut into tasks:
-    "elements" (any axis), "rows" (any but the last), "columns" (the kernel takes `part`, a slice of weight rows; they are
+    "elements" (any axis), "rows" (axis 2: ne1), "columns" (the kernel takes `part`, a slice of weight rows; they are
     the last axis of `out`), None (one task). Cutting `out` along an axis cuts the operands that are as long there and keeps
     those of length 1; any other length forbids it. ufunc: name of the NumPy ufunc that is the whole kernel wherever types
-    are equal and broadcasting suffices; it is then called directly.
+    are equal and broadcasting suffices; it is then called directly. parts: for "columns", the slices that are one task
+    each, a function of shapes alone.
     """
 
     fn: Callable[..., Any]
     work: Callable[[Tensor], int] | None = None
     cut: str | None = None
     ufunc: str = ""
+    parts: Callable[[Tensor], list[slice]] | None = None
 
     def bind(self, xp: ModuleType, operands: Sequence[Any], out: Any, params: dict[str, Any], **extra: Any) -> Step:
         """A call without arguments that computes `out`; made once, run for each pass over the graph."""
