@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from tests.parity.report import BadInput, Report
+from workbench.errors import WorkbenchError
 from workbench.models.hparams import HParams
 from workbench.models.kv_cache import KVCache
 from workbench.models.model import Model, load
@@ -36,7 +37,7 @@ def main(args: list[str]) -> int:
         with load(args[0]) as model:
             for path in map(Path, args[1:]):
                 run_case(report, model, path)
-    except BadInput as e:
+    except (BadInput, WorkbenchError) as e:
         return report.bad(e)
     return report.close()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -64,7 +64,7 @@ class GenerationStats:
 class Generation(Iterator[Piece]):
     """The tokens of one generation, made as they are asked for. `text`, `tokens`: so far; `stats`: what it cost."""
 
-    def __init__(self, pieces: Iterator[Piece], stats: GenerationStats) -> None:
+    def __init__(self, pieces: Generator[Piece, None, None], stats: GenerationStats) -> None:
         self._pieces, self.stats = pieces, stats
         self.text, self.tokens = "", list[int]()
 
@@ -74,6 +74,10 @@ class Generation(Iterator[Piece]):
         if piece.token >= 0:
             self.tokens.append(piece.token)
         return piece
+
+    def close(self) -> None:
+        """End the generation here."""
+        self._pieces.close()
 
     def run(self) -> str:
         """Generate to the end; the whole text."""
@@ -118,7 +122,7 @@ def _prompt_ids(model: Model, prompt: str | Sequence[int]) -> list[int]:
 
 
 def _pieces(session: Session, ids: list[int], n_tokens: int, sampler: Sampler, on_token: Callable[[Piece], Any] | None, stop: Stop | None,
-            seq: int, stats: GenerationStats, own: list[Any]) -> Iterator[Piece]:  # fmt: skip
+            seq: int, stats: GenerationStats, own: list[Any]) -> Generator[Piece, None, None]:  # fmt: skip
     try:
         for piece in _tokens(session, ids, n_tokens, sampler, stop, seq, stats):
             if on_token is not None:

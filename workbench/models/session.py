@@ -118,9 +118,9 @@ class Session:
     # ---- memory
 
     def memory(self) -> dict[str, int]:
-        """Bytes by purpose: weights (mapped, not copied), KV cache, compute buffers, work buffer and decoded weights of the backend."""
-        return {"weights": self.model.nbytes, "kv_cache": self.cache.nbytes,
-                "compute": sum(m.buffer_size() for m in self._memory.values()), **getattr(self.backend, "memory", dict)()}  # fmt: skip
+        """Bytes by purpose; the weights are mapped from the file, not copied."""
+        return {"weights (mapped)": self.model.nbytes, "KV cache": self.cache.nbytes,
+                "compute buffer": sum(m.buffer_size() for m in self._memory.values()), **self.backend.memory_report()}  # fmt: skip
 
     def close(self) -> None:
         """Give all memory back; the model stays open."""
@@ -241,6 +241,6 @@ def bucket(n: int) -> int:
 def _cpu(activation_rounding: str | None, n_threads: int | None) -> Backend:
     from workbench.devices import CpuBackend
 
-    return CpuBackend(n_threads=n_threads or 1, activation_rounding=activation_rounding or "none")
+    return CpuBackend(n_threads=1 if n_threads is None else n_threads, activation_rounding=activation_rounding or "none")
 
 
