@@ -2,6 +2,7 @@
 import contextlib
 import os
 import struct
+import subprocess
 import sys
 import time
 import tracemalloc
@@ -439,3 +440,16 @@ def test_info_ends_with_one_clear_message(capsys, tmp_path):
     captured = capsys.readouterr()
     assert captured.out == "" and "zip archive" in captured.err and "Traceback" not in captured.err
     assert "\x1b" not in captured.err
+
+
+def run_info(*args, **kw):
+    line = [sys.executable, "-m", "workbench", "info", "tiny-mixtral-q4_0", "--here", *args]
+    return subprocess.Popen(line, cwd=paths.PACKAGE.parent, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **kw)
+
+
+def test_info_in_a_pipe_that_nobody_reads_and_a_terminal_without_unicode():
+    with run_info("--tensors") as quiet, run_info("--metadata", env={**os.environ, "PYTHONIOENCODING": "ascii"}) as plain:
+        quiet.stdout.close()
+        assert quiet.stderr.read() == b""
+        out, err = plain.communicate()
+    assert rb"\u0120" in out and out.isascii() and (plain.returncode, err) == (0, b"")

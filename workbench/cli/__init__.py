@@ -3,6 +3,8 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import io
+import os
 import sys
 
 from workbench import paths
@@ -48,7 +50,15 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if checkout and lock and not {"-h", "--help"} & set(rest):
             rest = importlib.import_module("tools.setup").ensure(lock, command, rest)
-        return int(importlib.import_module(module).main(rest))
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, io.TextIOWrapper):    # a terminal that lacks a character gets it escaped
+                stream.reconfigure(errors="backslashreplace")
+        status = int(importlib.import_module(module).main(rest))
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:             # `info MODEL | head`: nobody reads on
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except WorkbenchError as error:
         print(f"\n{command}: {error}", file=sys.stderr)
         return 1

@@ -26,7 +26,7 @@ def main(argv: list[str]) -> int:
         with open_gguf(args.model) as file:
             for line in itertools.chain(overview(file), *(section(file) for section, asked in
                                         [(metadata, args.metadata), (tensors, args.tensors)] if asked)):  # fmt: skip
-                _print(line)
+                print(line)
     except WorkbenchError as e:
         print(f"info: {e}", file=sys.stderr)
         return 2
@@ -148,8 +148,3 @@ def _columns(rows: Iterable[tuple[str, ...]], right: tuple[int, ...] = ()) -> It
     for row in table:
         cells = [c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
         yield "  " + "  ".join(cells).rstrip()
-
-
-def _print(line: str) -> None:
-    encoding = sys.stdout.encoding or "utf-8"  # a terminal that cannot show a character gets it escaped
-    print(line.encode(encoding, "backslashreplace").decode(encoding))
