@@ -7,7 +7,7 @@ from functools import partial
 from types import ModuleType
 from typing import Any
 
-from workbench.kernels.kernel import Scratch, kernel
+from workbench.kernels.kernel import IndexOutOfRange, Scratch, kernel
 from workbench.kernels.pieces import cut, float_pieces, float_work, repeated
 
 # ---- arithmetic: the plain ufunc where broadcasting says it all, else b repeated whole, or f16 met by f32
@@ -31,7 +31,7 @@ def add_id(xp: ModuleType, a: Any, b: Any, ids: Any, *, out: Any) -> None:
     """Row (t, i) of a plus row ids[t, i] of b."""
     rows, chosen = b[0, 0], ids[0, 0]
     if chosen.size and not 0 <= int(chosen.min()) <= int(chosen.max()) < len(rows):
-        raise IndexError(f"ADD_ID: ids from {int(chosen.min())} to {int(chosen.max())}; b has rows 0 to {len(rows) - 1}")
+        raise IndexOutOfRange(2, "row", chosen, len(rows))
     for index in cut(chosen.shape, max(1, 4096 // max(1, a.shape[-1]))):
         biases = rows[chosen[index]]  # a copy of at most one piece: `take` has no unbuffered `out`
         for i3 in range(len(a)):
@@ -128,12 +128,24 @@ def _relu(xp: ModuleType, x: Any, y: Any, t: Any) -> None:
     xp.fmax(x, 0, y)
 
 
-def _unary(activation: Callable[..., None], xp: ModuleType, a: Any, *, out: Any, scratch: Scratch, unary: str = "") -> None:
+def _unary(
+    activation: Callable[..., None], xp: ModuleType, a: Any, *, out: Any, scratch: Scratch, unary: str = ""
+) -> None:
     for y, x, t in float_pieces(xp, out, (a,), scratch, temporaries=1):
         activation(xp, x, y, t)
 
 
-def _gated(activation: Callable[..., None], xp: ModuleType, a: Any, b: Any = None, *, out: Any, scratch: Scratch, glu: str, swapped: bool) -> None:
+def _gated(
+    activation: Callable[..., None],
+    xp: ModuleType,
+    a: Any,
+    b: Any = None,
+    *,
+    out: Any,
+    scratch: Scratch,
+    glu: str,
+    swapped: bool,
+) -> None:
     """activation(gate) · up; gate and up are a and b, or the halves of a."""
     half = out.shape[-1]
     gate, up = (a, b) if b is not None else (a[..., :half], a[..., half:])
@@ -148,4 +160,4 @@ for _name, _activation in {"SIGMOID": _sigmoid, "GELU": _gelu, "GELU_QUICK": _ge
     kernel(_name, cut="elements", work=float_work(1))(partial(_unary, _activation))
 
 for _name, _activation in {"SWIGLU": _silu, "GEGLU": _gelu, "REGLU": _relu}.items():
-    kernel(_name, cut="rows", work=float_work(2))(partial(_gated, _activation))
+    kernel(_name, cut="elements", work=float_work(2))(partial(_gated, _activation))

@@ -22,7 +22,10 @@ _PADDING = 64  # `Scratch.arrays` pads each array to this many bytes
 
 def cut(shape: Sequence[int], limit: int) -> Iterator[tuple[Any, ...]]:
     """Indices that cut an array of this shape into pieces of at most `limit` elements, along the slowest axes."""
-    if 0 in shape:
+    size = math.prod(shape)
+    if size <= limit:
+        if size:
+            yield (slice(None),) if shape else ()
         return
     axis = next(i for i in range(len(shape)) if math.prod(shape[i + 1 :]) <= limit)
     step = max(1, limit // math.prod(shape[axis + 1 :]))
@@ -53,7 +56,9 @@ def float_work(temporaries: int) -> Callable[[Tensor], int]:
     return work
 
 
-def float_pieces(xp: ModuleType, out: Any, operands: Sequence[Any], scratch: Scratch, temporaries: int = 0) -> Iterator[list[Any]]:
+def float_pieces(
+    xp: ModuleType, out: Any, operands: Sequence[Any], scratch: Scratch, temporaries: int = 0
+) -> Iterator[list[Any]]:
     """Piece by piece [result, operands…, temporaries…], all f32; an f16 result is rounded once, after the loop's body.
 
     Operands are broadcast to the shape of `out`. The result may be the memory of an operand: read before writing it.

@@ -141,7 +141,9 @@ def mean(node: Tensor, a: Array) -> Array:
 @reference("ARGMAX")
 def argmax(node: Tensor, a: Array) -> Array:
     """The last position of the largest value of each row."""
-    return np.array([max(range(len(row)), key=lambda i: (row[i], i), default=0) for row in a[0, 0]]).reshape(1, 1, 1, -1)
+    return np.array([max(range(len(row)), key=lambda i: (row[i], i), default=0) for row in a[0, 0]]).reshape(
+        1, 1, 1, -1
+    )
 
 
 @reference("NORM")
@@ -196,7 +198,11 @@ def _slope(head: int, n_heads: int, max_bias: float) -> float:
     whole = 1
     while 2 * whole <= n_heads:
         whole *= 2
-    return 2 ** (-max_bias * (head + 1) / whole) if head < whole else 2 ** (-max_bias * (2 * (head - whole) + 1) / (2 * whole))
+    return (
+        2 ** (-max_bias * (head + 1) / whole)
+        if head < whole
+        else 2 ** (-max_bias * (2 * (head - whole) + 1) / (2 * whole))
+    )
 
 
 @reference("ROPE")

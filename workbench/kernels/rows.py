@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any
 
 from workbench.kernels.kernel import Scratch, kernel, scratch_bytes
-from workbench.kernels.pieces import cut, repeated, row_pieces, row_work
+from workbench.kernels.pieces import PIECE, cut, repeated, row_pieces, row_work
 from workbench.tensors.tensor import Tensor
 
 # ---- sums
@@ -38,11 +38,7 @@ def mean(xp: ModuleType, a: Any, *, out: Any) -> None:
     xp.divide(out, a.shape[-1], out)
 
 
-def _argmax_work(node: Tensor) -> int:
-    return row_work(1, 2)(node) + 64  # a reversed row, and an int64 (two f32) per row
-
-
-@kernel("ARGMAX", work=_argmax_work)
+@kernel("ARGMAX", work=row_work(1, 2))  # a reversed row, and an int64 (as long as two f32) per row
 def argmax(xp: ModuleType, a: Any, *, out: Any, scratch: Scratch) -> None:
     """The last index of the maximum: the first one of the reversed row."""
     rows, n = a[0, 0], a.shape[-1]
@@ -122,15 +118,26 @@ def _soft_max_work(node: Tensor) -> int:
     return scratch_bytes((per_head, 4), (node.n_rows, 4), (node.n_rows, 4), (node.ne[2], 4))
 
 
-@kernel("SOFT_MAX", work=_soft_max_work)
-def soft_max(xp: ModuleType, a: Any, mask: Any = None, sinks: Any = None, *, out: Any, scratch: Scratch, scale: float, max_bias: float) -> None:
+@kernel("SOFT_MAX", cut="rows", work=_soft_max_work)
+def soft_max(
+    xp: ModuleType,
+    a: Any,
+    mask: Any = None,
+    sinks: Any = None,
+    *,
+    out: Any,
+    scratch: Scratch,
+    scale: float,
+    max_bias: float,
+) -> None:
     """exp(x - max x) / sum of exp(x - max x) with x = scale · a + slope · mask; sinks join maximum and sum."""
     batch, heads, rows, n = out.shape
-    one_head = (batch, rows, n) if mask is not None and (max_bias > 0 or (mask.shape, mask.dtype) == (out.shape, out.dtype)) else (0,)
-    t, highest, total, sink = scratch.arrays((one_head, "f4"), ((batch, heads, rows, 1), "f4"), ((batch, heads, rows, 1), "f4"), ((heads, 1, 1), "f4"))
+    by_head = mask is not None and (max_bias > 0 or (mask.shape, mask.dtype) == (out.shape, out.dtype))
+    one_head, per_row = (batch, rows, n) if by_head else (0,), (batch, heads, rows, 1)
+    t, highest, total, sink = scratch.arrays((one_head, "f4"), (per_row, "f4"), (per_row, "f4"), ((heads, 1, 1), "f4"))
     if sinks is not None:
         sink[...] = sinks.reshape(heads, 1, 1)
-    if t.size:
+    if by_head:
         _logits_by_head(xp, a, mask, out, t, scale, max_bias)
     else:
         xp.multiply(a, scale, out)
@@ -157,7 +164,11 @@ def alibi_slope(head: int, n_heads: int, max_bias: float) -> float:
     if max_bias <= 0:
         return 1.0
     whole = 2 ** int(math.log2(n_heads))
-    return 2.0 ** (-max_bias / whole * (head + 1)) if head < whole else 2.0 ** (-max_bias / 2 / whole * (2 * (head - whole) + 1))
+    return (
+        2.0 ** (-max_bias / whole * (head + 1))
+        if head < whole
+        else 2.0 ** (-max_bias / 2 / whole * (2 * (head - whole) + 1))
+    )
 
 
 def _logits_by_head(xp: ModuleType, a: Any, mask: Any, out: Any, t: Any, scale: float, max_bias: float) -> None:
@@ -174,35 +185,58 @@ def _logits_by_head(xp: ModuleType, a: Any, mask: Any, out: Any, t: Any, scale: 
 # ---- rotary positions
 
 
+def _rope_floats(half: int, others: int, narrow: bool) -> int:
+    """Floats of scratch per token: cos, sin and angle per pair, and two temporaries per element (f16: copies too)."""
+    return 3 * half + (6 if narrow else 2) * half * others
+
+
 def _rope_work(node: Tensor) -> int:
-    pairs = node.params["n_dims"] // 2
-    table = pairs * node.ne[2]
-    half = pairs * node.ne[1] * node.ne[2] * node.ne[3]
-    return scratch_bytes(*[(table, 4)] * 3, *[(half, 4)] * (2 if node.dtype.name == "f32" else 6))
+    half, others = node.params["n_dims"] // 2, node.ne[1] * node.ne[3]
+    tokens = min(node.ne[2], max(1, PIECE // 4 // max(1, half * others)))
+    return 4 * tokens * _rope_floats(half, others, node.dtype.name != "f32") + 64 * 9
 
 
 @kernel("ROPE", work=_rope_work)
-def rope(xp: ModuleType, a: Any, pos: Any, freq_factors: Any = None, *, out: Any, scratch: Scratch, n_dims: int, mode: int, **params: Any) -> None:
+def rope(
+    xp: ModuleType,
+    a: Any,
+    pos: Any,
+    freq_factors: Any = None,
+    *,
+    out: Any,
+    scratch: Scratch,
+    n_dims: int,
+    mode: int,
+    **params: Any,
+) -> None:
     """Turn each pair (x0, x1) by its angle: x0' = x0·cos - x1·sin, x1' = x0·sin + x1·cos."""
-    half = n_dims // 2
+    half, narrow = n_dims // 2, a.dtype != "f4"
     first, second = (slice(0, n_dims, 2), slice(1, n_dims, 2)) if mode == 0 else (slice(0, half), slice(half, n_dims))
-    shape = (*a.shape[:-1], half)
-    narrow = a.dtype != "f4"
-    cos, sin, angle, *t = scratch.arrays(*[((a.shape[1], 1, half), "f4")] * 3, *[(shape, "f4")] * (6 if narrow else 2))
-    _angles(xp, pos, freq_factors, cos, sin, angle, n_dims, **params)
-    x0, x1, y0, y1 = a[..., first], a[..., second], out[..., first], out[..., second]
-    if narrow:
-        t[2][...], t[3][...] = x0, x1
-        x0, x1, y0, y1 = t[2:6]
-    xp.multiply(x0, sin, t[0])
-    xp.multiply(x1, sin, t[1])
+    per_token = 4 * _rope_floats(half, a.shape[0] * a.shape[2], narrow)
+    for (some,) in cut(a.shape[1:2], max(1, (scratch.memory.size - 64 * 9) // per_token)):
+        x, y = a[:, some], out[:, some]
+        table, pairs = ((x.shape[1], 1, half), "f4"), ((*x.shape[:-1], half), "f4")
+        cos, sin, angle, *t = scratch.arrays(*[table] * 3, *[pairs] * (6 if narrow else 2))
+        _angles(xp, pos[..., some], freq_factors, cos, sin, angle, n_dims, **params)
+        halves = x[..., first], x[..., second], y[..., first], y[..., second]
+        if narrow:
+            t[2][...], t[3][...] = halves[:2]
+            _turn(xp, *t[2:6], cos, sin, *t[:2])
+            halves[2][...], halves[3][...] = t[4:6]
+        else:
+            _turn(xp, *halves, cos, sin, *t)
+    if n_dims < a.shape[-1]:
+        out[..., n_dims:] = a[..., n_dims:]
+
+
+def _turn(xp: ModuleType, x0: Any, x1: Any, y0: Any, y1: Any, cos: Any, sin: Any, t0: Any, t1: Any) -> None:
+    """y may be the memory of x: all products that still need x0 come first."""
+    xp.multiply(x0, sin, t0)
+    xp.multiply(x1, sin, t1)
     xp.multiply(x0, cos, y0)
-    xp.subtract(y0, t[1], y0)
+    xp.subtract(y0, t1, y0)
     xp.multiply(x1, cos, y1)
-    xp.add(y1, t[0], y1)
-    if narrow:
-        out[..., first], out[..., second] = y0, y1
-    out[..., n_dims:] = a[..., n_dims:]
+    xp.add(y1, t0, y1)
 
 
 def _angles(xp: ModuleType, pos: Any, freq_factors: Any, cos: Any, sin: Any, angle: Any, n_dims: int, *, n_ctx_orig: int, freq_base: float,
@@ -229,7 +263,9 @@ def _angles(xp: ModuleType, pos: Any, freq_factors: Any, cos: Any, sin: Any, ang
         xp.multiply(sin, magnitude, sin)
 
 
-def yarn_range(n_dims: int, n_ctx_orig: int, freq_base: float, beta_fast: float, beta_slow: float) -> tuple[float, float]:
+def yarn_range(
+    n_dims: int, n_ctx_orig: int, freq_base: float, beta_fast: float, beta_slow: float
+) -> tuple[float, float]:
     """First and last pair of YaRN's ramp: those that turn beta_fast and beta_slow times within the training context."""
 
     def pair(turns: float) -> float:
@@ -241,18 +277,14 @@ def yarn_range(n_dims: int, n_ctx_orig: int, freq_base: float, beta_fast: float,
 # ---- sorting
 
 
-def _sort_work(node: Tensor) -> int:
-    return row_work(1, 0)(node)
-
-
-@kernel("ARGSORT", cut="rows", work=_sort_work)
+@kernel("ARGSORT", cut="rows", work=row_work(1, 0))
 def argsort(xp: ModuleType, a: Any, *, out: Any, scratch: Scratch, order: str) -> None:
     """The indices that sort each row; equal elements keep their order."""
     for index, sorted_by in _sorting(xp, a, scratch, order):
         out[index] = sorted_by
 
 
-@kernel("TOP_K", cut="rows", work=_sort_work)
+@kernel("TOP_K", cut="rows", work=row_work(1, 0))
 def top_k(xp: ModuleType, a: Any, *, out: Any, scratch: Scratch, k: int) -> None:
     """The k largest; ggml exchanges the first two to show that the order means nothing, and so does this."""
     for index, sorted_by in _sorting(xp, a, scratch, "desc"):
