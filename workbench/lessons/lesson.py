@@ -65,8 +65,8 @@ class Lesson:
         answer = self.asked[name].answer.strip() if name in self.asked else ""
         options = dict(zip(KEYS, item.get("options", [])))
         true = next((o["text"] for o in options.values() if _same(o["value"], computed)), None)
-        lines = [("computed", text(computed) if true is None or true == text(computed) else f"{true} ({text(computed)})"
-                  if isinstance(computed, (int, float)) and not isinstance(computed, bool) else true)]  # fmt: skip
+        number = text(computed)
+        lines = [("computed", number if true is None else true if isinstance(computed, str) or number in true else f"{true} ({number})")]
         if not answer:
             title = "No prediction recorded: answer in the cell above, then run this one again."
             return Card("open", title, [*lines, ("because", reason)])

@@ -23,12 +23,16 @@ class Card:
         """True for a right answer."""
         return self.tone == "right"
 
-    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
+    def html(self) -> str:
+        """The box; every text escaped."""
         sign, colour = TONES[self.tone]
-        rows = "".join(f'<div style="margin-top:0.25em"><b>{html.escape(label)}</b>: {html.escape(body)}</div>'
-                       for label, body in self.lines)
-        return {"text/html": f'<div style="border-left:5px solid {colour};padding:0.4em 0.9em;margin:0.4em 0;max-width:46em">'
-                             f"<div><b>{sign} {html.escape(self.title)}</b></div>{rows}</div>", "text/plain": repr(self)}
+        lines = [(html.escape(label), html.escape(body)) for label, body in self.lines]
+        rows = "".join(f'<div style="margin-top:0.25em"><b>{label}</b>: {body}</div>' for label, body in lines)
+        return (f'<div style="border-left:5px solid {colour};padding:0.4em 0.9em;margin:0.4em 0;max-width:46em">'
+                f"<div><b>{sign} {html.escape(self.title)}</b></div>{rows}</div>")
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
+        return {"text/html": self.html(), "text/plain": repr(self)}
 
     def __repr__(self) -> str:
         return "\n".join([f"{TONES[self.tone][0]} {self.title}", *(f"  {label}: {body}" for label, body in self.lines)])

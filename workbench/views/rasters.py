@@ -7,6 +7,7 @@ The browser draws the same dictionary; neither reads beyond step k.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from matplotlib.patches import Rectangle
@@ -14,6 +15,14 @@ from matplotlib.patches import Rectangle
 from workbench.errors import shown
 from workbench.views.figures import Picture, new_figure, picture
 from workbench.views.palette import style
+
+CAUSES = {
+    "start": "{token} is the first token: the router gives its best scores to experts {experts}.",
+    "same": "{token} keeps experts {experts}: the same ones have the best scores again.",
+    "some new": "{token} → experts {experts}: {new} is new, because its score is now among the best.",
+    "all new": "{token} → experts {experts}: all new, because the router scores this token quite differently.",
+}
+"""Every reason for a step of `route_steps`."""
 
 
 def raster_picture(trace: dict[str, Any], caption: str, k: int | None = None, axis: str = "") -> Picture:
@@ -38,3 +47,28 @@ def raster_picture(trace: dict[str, Any], caption: str, k: int | None = None, ax
         axes.spines[side].set_visible(False)
     used = "; ".join(f"{shown(s['label'], 20)!r}: {', '.join(str(lanes[m[0]]) for m in s['marks'])}" for s in steps)
     return picture(figure, f"{shown(trace['title'], 200)}. Column by column: {used}.", caption)
+
+
+def route_steps(tokens: Sequence[Mapping[str, Any]], layer: int, n_expert: int, name: int | None = None) -> dict[str, Any]:
+    """The stepper's trace of routed tokens {"text", "experts", "weights"}: which experts each one used in the layer with index `layer`.
+
+    The cause of a step is one of CAUSES; "new" counts the experts that the token before did not use.
+    """
+    title = f"Experts of each token in layer {layer if name is None else name}"
+    steps: list[dict[str, Any]] = []
+    before: list[int] = []
+    for token in tokens:
+        experts, weights = token["experts"][layer], token["weights"][layer]
+        new = [e for e in experts if e not in before]
+        cause = "start" if not steps else "same" if not new else "all new" if len(new) == len(experts) else "some new"
+        label = token["text"].replace("\n", "⏎")
+        named = " and ".join(map(str, experts))
+        steps.append({
+            "label": label, "cause": cause, "change": bool(new), "new": len(new),
+            "sentence": CAUSES[cause].format(token=f"‘{label}’", experts=named, new=" and ".join(map(str, new))),
+            "marks": [[e, f"{w:.2f}"[1:] if w < 0.995 else "1.0", w] for e, w in zip(experts, weights)],
+            "table": [[str(e), f"{w:.2f}", "new" if e in new else "stayed"] for e, w in zip(experts, weights)],
+        })  # fmt: skip
+        before = experts
+    return {"title": title, "lanes": [f"expert {e}" for e in range(n_expert)], "columns": ["expert", "weight", ""],
+            "table": "the experts of this token", "steps": steps}  # fmt: skip

@@ -112,7 +112,7 @@ class PromptPlayer(Shown):
         """The text, each token on the colour and with the number of its first expert, and the first rows of the table."""
         chips = []
         for t in self.record["tokens"]:
-            look = style(t["experts"][self.layer][0])
+            first = t["experts"][self.layer][0]
             words = html.escape(shown(t["text"].replace("\n", "⏎"))).replace("⏎", "⏎<br>")
-            chips.append(f'<span style="background-color:{look.fill};color:{look.ink}">{words}<sub>{t["experts"][self.layer][0]}</sub></span> ')
+            chips.append(f'<span style="background-color:{style(first).fill};color:{style(first).ink}">{words}<sub>{first}</sub></span> ')
         return f'<div style="font-family:monospace;line-height:2">{"".join(chips)}</div>{self._table(12).html()}'

@@ -1,0 +1,360 @@
+# ---
+# jupyter:
+#   jupytext:
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+# ---
+
+# %% [markdown]
+# # 00 · Start here
+#
+# **45 minutes** · before it: nothing but a little Python · after it: 01, tensors
+#
+# You will run a really trained mixture-of-experts model, through a compute graph that you can read node by node, to the
+# numbers that llama.cpp gets. Then you will look at the part that gives such models their name: the experts.
+#
+# A question wants your guess *before* you run the cell below it. Guess boldly: a wrong guess is kept, compared with what
+# the code does, and teaches most. Sections can be run in any order; each needs only the cell below.
+
+# %% tags=["setup"]
+import numpy as np
+
+from workbench import lessons, models, views, widgets
+
+lesson = lessons.open_lesson("00")
+state = lesson.state
+model = state.model
+
+# %% [markdown]
+# ## 1 · This machine · 2 min
+#
+# All lessons run on the CPU alone. Where a GPU is found, later ones use it too. This table is about *your* machine, so it
+# is the one output of this page that may differ from the printed one. `python -m workbench doctor` in a terminal says more.
+
+# %% tags=["device", "nbval-ignore-output"]
+from workbench.cli.doctor import examine
+
+found = [(f.what, f.found) for f in examine() if f.what in ("CPU", "memory", "BLAS", "GPU")]
+views.table(["", "found"], found, "What this machine has. A missing GPU is no problem.")
+
+# %% [markdown]
+# ## 2 · A real model speaks · 3 min
+#
+# The model is small, not fake: 3.8 million parameters, trained for half an hour on Python, English, C, Chinese, mathematics
+# and numbers. It imitates the surface of its texts and knows nothing. The file has the format of llama.cpp, which runs it too.
+
+# %%
+sampler = models.Sampler(temperature=0.7, seed=1)
+text = models.generate(model, state.prompt, 48, sampler).run()
+print(model)
+print(state.prompt + "|" + text)
+
+# %% [markdown]
+# Everything behind the bar was made up, token by token, by the code of this package: no PyTorch, no llama.cpp. But is it
+# the same model, or only something that sounds like it?
+#
+# ## 3 · The same numbers as llama.cpp · 4 min
+#
+# Before a token is chosen, the model gives each of its 2,048 tokens a score, the *logit*. llama.cpp's logits for one prompt were
+# recorded once, on another machine, with the same weights.
+
+# %% tags=["predict"]
+lesson.predict("agreement")
+
+# %%
+recorded = state.llama_cpp
+theirs = np.array(recorded["logits"], np.float32)
+with models.Session(model) as session:
+    ours = session.decode(recorded["tokens"])
+
+best = np.argsort(-theirs)[:5]
+rows = [(repr(model.tokenizer.decode([t])), f"{ours[t]:.3f}", f"{theirs[t]:.3f}") for t in best.tolist()]
+views.table(["next token", "here", "llama.cpp"], rows, "The five likeliest tokens after “… and his men compassed David”.")
+
+# %% tags=["reveal"]
+worst = float(np.abs(ours - theirs).max())
+distance = "equal" if worst == 0 else "close" if worst < 1e-4 else "far"
+lesson.reveal("agreement", distance, largest=round(float(theirs.max()), 2))
+
+# %% [markdown]
+# ## 4 · The graph of one token · 8 min
+#
+# A *compute graph* is a list of tensors. Each says which operation makes it, and from which other tensors. The list is in an
+# order in which it can be computed. Here are the first ten nodes of the graph for one token.
+
+# %%
+graph = state.step.graph
+first = [(i, t.name, t.desc, "×".join(map(str, t.ne[:t.n_dims]))) for i, t in enumerate(graph.nodes[:10])]
+views.table(["node", "name", "operation", "shape"], first, "A token becomes a row of 128 numbers, then queries, keys and values.")
+
+# %% tags=["predict"]
+lesson.predict("nodes")
+
+# %% tags=["reveal"]
+graph = state.step.graph
+formula = 1 + model.hparams.n_layer * 52 + 2 + 3
+lesson.reveal("nodes", len(graph.nodes), formula=formula, theirs=state.llama_cpp["n_nodes_decode"])
+
+# %% [markdown]
+# A graph is legal when each node stands behind everything it reads. Every lesson checks such a rule after every run. Then look at
+# the part of layer 2 that this course is about: the router on the left chooses, the experts on the right work.
+
+# %%
+graph = state.step.graph
+place = {t: i for i, t in enumerate(graph.nodes)}
+assert all(place[s] < i for t, i in place.items() for s in t.sources() if s in place)
+
+layer = [t for t in graph.nodes if t.name.endswith("-2") and ("moe" in t.name or t.name == "l_out-2")]
+views.graph_picture(layer, "Every weight of layer 2's experts is read by one of three MUL_MAT_ID nodes, and all three take the "
+                    "ids of the chosen experts (ffn_moe_topk) as a source: the choice is data, made by the graph itself.",
+                    "Graph of the expert part of layer 2, top to bottom: router scores, softmax, sort, top 2; then the gate, up and "
+                    "down products of the chosen experts, weighted and added.")
+
+# %% [markdown]
+# How this graph is cut into *splits* for several devices comes with the scheduler, in lessons 08 to 13; here all of it
+# runs on the CPU. That CPU has more than one core, though.
+
+# %% tags=["predict"]
+lesson.predict("threads")
+
+# %% tags=["reveal"]
+plan = state.plan
+cut = sum(plan.n_tasks(i) > 1 for i in range(len(state.step.graph.nodes)))
+lesson.reveal("threads", cut)
+
+# %% [markdown]
+# ## 5 · Who picks the experts? · 8 min
+#
+# Type a prompt and press *Generate*. Each token stands on the colour, and carries the number, of its first expert in the chosen layer.
+# Try a line of Python, then a verse, and compare layer 0 with layer 5. Tokens on a double line are your prompt.
+
+# %%
+source = state.token_source(models.Sampler(temperature=0.7, seed=1))
+widgets.PromptPlayer(source, model.hparams.moe_layers, state.prompt, n_tokens=32, layer=5)
+
+# %% tags=["predict"]
+lesson.predict("chooser")
+
+# %% tags=["reveal"]
+routing = state.step.routings[2]
+chooser = routing.experts.root()           # the node whose first two numbers are the ids
+weight = routing.logits.src[0].name
+lesson.reveal("chooser", chooser.desc, node=chooser.name, weight=weight)
+
+# %% [markdown]
+# If the choice comes from the token's own numbers, another token must lead to other experts. Move the slider: each move runs the
+# whole model again. Run A stays beside run B until the next move.
+
+# %%
+words, kept = [" Moses", " the", " me", " return", " 12"], {}
+
+def what_if(i):
+    routes = state.routes(model.tokenizer.encode("And God said unto" + words[i]))
+    routes.require_weight_sum(model.hparams.router)        # the two weights of a token sum to one
+    now = (words[i], [sorted(layer[-1].tolist()) for layer in routes.experts])
+    a, kept["last"] = kept.get("last", now), now
+    rows = [(n, *(f"{e[0]} and {e[1]}" for e in (x, y)), "" if x == y else "differs") for n, (x, y) in enumerate(zip(a[1], now[1]))]
+    return views.table(["layer", f"A: “{a[0]}”", f"B: “{now[0]}”", ""], rows, "Experts of the last word of “And God said unto …”.")
+
+_ = what_if(0)
+widgets.Range(value=1, max=4, label="last word", names=words).drive(what_if)
+
+# %% [markdown]
+# ## 6 · Active, resident, moved · 7 min
+#
+# Three numbers are often mixed up: the weights a token *uses*, the weights that must be *at hand*, and the bytes that *move*.
+# First, predicted numbers meet counted ones.
+
+# %%
+hp = model.hparams
+expert = 3 * hp.n_embd * hp.n_ff_exp
+attention = 2 * hp.n_embd * hp.n_embd + 2 * hp.n_embd * hp.n_embd_kv
+outside = 2 * hp.n_vocab * hp.n_embd + hp.n_embd
+per_layer = attention + 2 * hp.n_embd + hp.n_expert * hp.n_embd
+total = outside + hp.n_layer * (per_layer + hp.n_expert * expert)
+used = [t for t in state.step.graph.nodes if t.op == "MUL_MAT_ID"]
+read = sum(t.src[2].ne[0] * t.src[0].nb[2] for t in used)
+views.side_by_side([("parameters", total, model.n_params), ("parameters, by the model card", total, 3_776_128),
+                    ("bytes: 2 each, against the file", 2 * total, model.path.stat().st_size),
+                    ("expert bytes read for one token", 2 * hp.n_layer * hp.n_expert_used * expert, read),
+                    ("all expert bytes, against those read", 2 * hp.n_layer * hp.n_expert * expert, read)],
+                   caption="The file is a little larger: norms and routers are f32, and the vocabulary is in it.")
+
+# %% tags=["predict"]
+lesson.predict("resident")
+
+# %%
+seen, growth = set(), []
+for token in state.run:
+    seen |= {(n, e) for n, experts in enumerate(token["experts"]) for e in experts}
+    growth.append(len(seen))
+
+figure = views.new_figure(7.2, 2.6)
+axes = figure.add_subplot(xlabel="tokens", ylabel="experts", ylim=(0, 52), title="Experts needed at least once")
+axes.step(range(1, len(growth) + 1), growth, where="post", color=views.OKABE_ITO[4], lw=2)
+axes.axhline(12, color=views.OKABE_ITO[5], ls="--")
+axes.text(len(growth), 14, "12 for any one token", ha="right", color=views.OKABE_ITO[5])
+views.picture(figure, f"The number of different experts used grows from 12 at the first token to {growth[-1]} of 48.",
+              f"After {growth.index(max(growth)) + 1} tokens {max(growth)} of 48 experts have been used: active is not resident.")
+
+# %% tags=["reveal"]
+needed = {(n, e) for token in state.run for n, experts in enumerate(token["experts"]) for e in experts}
+lesson.reveal("resident", len(needed), tokens=len(state.run), all=hp.n_layer * hp.n_expert)
+
+# %% tags=["predict"]
+lesson.predict("hit")
+
+# %% tags=["reveal"]
+experts = model.experts(2)
+matrices = (experts.gate, experts.up, experts.down)
+lesson.reveal("hit", sum(w.nb[2] for w in matrices), flops=sum(2 * w.ne[0] * w.ne[1] for w in matrices))
+
+# %% [markdown]
+# ## 7 · Step through a text · 5 min
+#
+# The same text, one token at a time, in layer 5. Use the buttons, or click into the row of buttons and press ← → Home End; *n* and *p*
+# jump to the next and the previous change. The sentence names the cause of each step.
+
+# %%
+trace = views.route_steps(state.run, layer=5, n_expert=8)
+assert all(abs(sum(mark[2] for mark in step["marks"]) - 1) < 1e-3 for step in trace["steps"])
+widgets.Stepper(trace, "In layer 5 experts stay for stretches of the text: neighbouring tokens often share one. A cache can use that.")
+
+# %% [markdown]
+# Do experts have subjects? Nobody told them to. Count which ones 192 tokens of each kind of text used.
+
+# %%
+hp, grid = model.hparams, {}
+for name, routes in state.domains.items():
+    grid[name] = routes.counts()[5] / routes.n_tokens / hp.n_expert_used
+figure = views.new_figure(6.4, 2.9)
+axes = figure.add_subplot(xlabel="expert of layer 5")
+axes.imshow(list(grid.values()), cmap=views.QUANTITY, vmin=0, vmax=0.5, aspect="auto")
+axes.set_yticks(range(len(grid)), list(grid))
+for y, row in enumerate(grid.values()):
+    for x, share in enumerate(row):
+        axes.text(x, y, f"{share:.0%}", ha="center", va="center", color="white" if share < 0.3 else "black", fontsize=8)
+top = max(grid, key=lambda name: grid[name].max())
+views.picture(figure, "Share of each expert of layer 5 in the choices of six kinds of text.",
+              f"Equal use would be 12.5 % everywhere. In layer 5 one expert takes {max(grid[top]):.0%} of all choices on {top}.")
+
+# %% [markdown]
+# ## 8 · Your turn · 6 min
+#
+# Three exercises, each a little harder. The cell below each of them compares yours with what the program says, and shows the first
+# difference. Solutions are in the folder `solutions`.
+#
+# **Tier 1.** How many bytes does one expert take? Your formula is held against the tensors of three models.
+
+# %% tags=["exercise", "tier-1"]
+def expert_bytes(d, f, bytes_per_number):
+    """Bytes of one expert with input width d and hidden width f."""
+    raise NotImplementedError
+
+# %% tags=["solution"]
+def expert_bytes(d, f, bytes_per_number):
+    """Bytes of one expert with input width d and hidden width f."""
+    return 3 * d * f * bytes_per_number
+
+# %% tags=["wrong"]
+def expert_bytes(d, f, bytes_per_number):
+    return 2 * d * f * bytes_per_number
+
+# %% tags=["wrong"]
+def expert_bytes(d, f, bytes_per_number):
+    return 3 * d * f
+
+# %% tags=["check"]
+on, expected = [], []
+for name in ("tiny-mixtral-f16", "tiny-mixtral-q4_0", "tiny-deepseek-f16"):
+    with models.load(name) as other:
+        gate, up, down = (other.weight(f"ffn_{part}_exps", 1) for part in ("gate", "up", "down"))
+        on.append((gate.ne[0], gate.ne[1], gate.dtype.block_bytes / gate.dtype.block))
+        expected.append(gate.nb[2] + up.nb[2] + down.nb[2])
+lesson.check("expert-bytes", expert_bytes, expected, on)
+
+# %% [markdown]
+# **Tier 2.** Be the router: from the scores of eight experts to two ids and two weights.
+
+# %% tags=["exercise", "tier-2"]
+def route(scores, k):
+    """The ids of the k best experts, best first, and their weights, which sum to one."""
+    raise NotImplementedError
+
+# %% tags=["solution"]
+def route(scores, k):
+    """The ids of the k best experts, best first, and their weights, which sum to one."""
+    ids = np.argsort(-scores)[:k]
+    return ids, scores[ids] / scores[ids].sum()
+
+# %% tags=["wrong"]
+def route(scores, k):
+    ids = np.argsort(-scores)[:k]
+    return ids, scores[ids]
+
+# %% tags=["wrong"]
+def route(scores, k):
+    ids = np.argsort(scores)[:k]
+    return ids, scores[ids] / scores[ids].sum()
+
+# %% tags=["check"]
+tokens = model.tokenizer.encode(state.prompt)
+routes = state.routes(tokens)
+on = [(row, 2) for row in state.scores(tokens, layer=2)]
+expected = [(ids, weights) for ids, weights in zip(routes.experts[2], routes.weights[2])]
+lesson.check("route", route, expected, on, [f"token {i}, {model.tokenizer.decode([t])!r}" for i, t in enumerate(tokens)], tolerance=1e-4)
+
+# %% [markdown]
+# **Tier 3.** Suppose memory holds only the experts of the token just before. How many must be loaded for each token?
+
+# %% tags=["exercise", "tier-3"]
+def loads(experts):
+    """experts: one list of ids per token. Returns one number per token: how many the token before did not use."""
+    raise NotImplementedError
+
+# %% tags=["solution"]
+def loads(experts):
+    """experts: one list of ids per token. Returns one number per token: how many the token before did not use."""
+    before, counts = set(), []
+    for ids in experts:
+        counts.append(len(set(ids) - before))
+        before = set(ids)
+    return counts
+
+# %% tags=["wrong"]
+def loads(experts):
+    seen, counts = set(), []
+    for ids in experts:
+        counts.append(len(set(ids) - seen))
+        seen |= set(ids)
+    return counts
+
+# %% tags=["check"]
+trace = views.route_steps(state.run, layer=5, n_expert=8)
+experts = [token["experts"][5] for token in state.run]
+expected = [step["new"] for step in trace["steps"]]
+lesson.check("loads", lambda: loads(experts), [expected], [()], [f"all {len(experts)} tokens of the text above"])
+
+# %% [markdown]
+# ## 9 · What is what, and what comes next · 2 min
+#
+# | here | in ggml, llama.cpp | left out here |
+# |---|---|---|
+# | `Tensor` | `ggml_tensor` | `extra`, the private pointer of a back end |
+# | `CGraph` | `ggml_cgraph` | gradients, until lesson 06 |
+# | `Plan` | `ggml_cplan` | abort callback, thread priorities |
+# | `Session` | `llama_context` | encoder models, adapters, embeddings |
+# | `models.load` | `llama_model_load_from_file` | architectures other than `llama` and `deepseek` |
+# | the router, `moe.build_router` | `build_moe_ffn` | sigmoid gating and expert groups, until lesson 18 |
+# | `models.Sampler` | `llama_sampler` | penalties, grammars |
+#
+# **Next, 01:** the word *tensor* is opened: shape, strides, views without copies, and why q4_0 takes 18 bytes for 32 numbers.
+
+# %%
+views.table(["you want to know", "lessons"], [
+    ("what tensors, contexts and graphs are", "01 to 03"), ("where memory and time go on a CPU", "04 and 05"),
+    ("how a graph is trained", "06"), ("why llama.cpp split my graph like this", "07 to 14, core: 08 to 12"),
+    ("how expert layers work and what they cost", "15 to 18, core: 16"), ("how experts move between memories", "19 to 22, core: 19, 21, 22"),
+    ("how to run a model that does not fit", "23 to 26"), ("all of this with my own GGUF file", "27")],
+    "A day's path: 00 01 03 04 07 08–12 16 19 21 22. This is lesson 00 of 28; the others arrive one by one.")

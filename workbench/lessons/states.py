@@ -1,0 +1,113 @@
+"""The state that lesson sections start from, so that each runs after the set-up cell alone. Public names only."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from workbench import models, paths
+from workbench.devices import CpuBackend, Plan
+from workbench.execution import GraphRunner
+from workbench.models.session import fill_inputs
+from workbench.moe import RouteTrace
+from workbench.tensors import Flag
+
+DOMAINS = ("python", "english", "c", "chinese", "maths", "numeric")
+
+
+def token_source(model: models.Model, sampler: models.Sampler | None = None) -> Any:
+    """A source for `widgets.PromptPlayer`: each token of the prompt, then each new one, with its routes in every layer."""
+
+    def tokens(prompt: str, n_tokens: int) -> Iterator[dict[str, Any]]:
+        draw = sampler or models.Sampler()
+        draw = models.Sampler(draw.temperature, draw.top_k, draw.top_p, draw.seed)  # every run starts from the same seed
+        with models.Session(model, recording=True) as session:
+            room, ids = session.n_ctx, model.tokenizer.encode(prompt)[: session.n_ctx]
+            logits, words = session.decode(ids), model.tokenizer.stream(special=True)
+            yield from _with_routes(ids, words, session.routes, given=True)
+            for _ in range(min(n_tokens, room - len(ids))):
+                token = draw(logits)
+                if token in model.tokenizer.eog:
+                    return
+                session.clear_routes()
+                logits = session.decode([token])
+                yield from _with_routes([token], words, session.routes, given=False)
+
+    return tokens
+
+
+def _with_routes(ids: list[int], words: Any, routes: RouteTrace, given: bool) -> Iterator[dict[str, Any]]:
+    for i, token in enumerate(ids):
+        yield {"id": token, "text": words.push(token) or "…", "given": given, "experts": routes.experts[:, i].tolist(),
+               "weights": np.round(routes.weights[:, i].astype(float), 4).tolist()}  # fmt: skip
+
+
+class Lesson00:
+    """Start here: the tiny Mixtral, one recorded text, the graph of one step, samples of six domains."""
+
+    prompt = "And God said unto Moses, Go in unto"
+
+    @cached_property
+    def model(self) -> models.Model:
+        """The really trained model, mapped from its file."""
+        return models.load("tiny-mixtral-f16")
+
+    @cached_property
+    def llama_cpp(self) -> dict[str, Any]:
+        """What llama.cpp computed for one prompt with the same weights: tokens, the last row of logits, its number of nodes."""
+        return json.loads((paths.models_dir() / "metrics" / "lesson00_llama_cpp.json").read_text("utf-8"))
+
+    def token_source(self, sampler: models.Sampler | None = None) -> Any:
+        """A source for `widgets.PromptPlayer`; every run starts from the sampler's seed."""
+        return token_source(self.model, sampler)
+
+    @cached_property
+    def run(self) -> list[dict[str, Any]]:
+        """The tokens of `prompt` and of its continuation by 48, always the same, with their routes."""
+        return list(self.token_source(models.Sampler(temperature=0.7, seed=1))(self.prompt, 48))
+
+    @cached_property
+    def step(self) -> models.StepGraph:
+        """The graph of one decode step: one token, 256 visible cells of the cache, one row of logits."""
+        cache = models.KVCache(self.model.hparams, 256, self._runner.backend.buffer_type)
+        return models.build_step(self.model, cache, n_tokens=1, n_kv=256, n_outputs=1)
+
+    @cached_property
+    def plan(self) -> Plan:
+        """`step` in memory of its own, planned for a CPU with 8 threads."""
+        return self._runner.prepare(self.step.graph)
+
+    @cached_property
+    def _runner(self) -> GraphRunner:
+        return GraphRunner(CpuBackend(n_threads=8))
+
+    @cached_property
+    def domains(self) -> dict[str, RouteTrace]:
+        """The routes of the first 192 tokens of a sample of each domain."""
+        out = {}
+        for name in DOMAINS:
+            text = (paths.models_dir() / "samples" / f"{name}.txt").read_text("utf-8")[:2000]
+            out[name] = self.routes(self.model.tokenizer.encode(text)[:192])
+        return out
+
+    def scores(self, tokens: list[int], layer: int) -> np.ndarray:
+        """What the router of `layer` gives to each of its experts, (tokens, experts), kept from a run of the whole graph."""
+        n, model = len(tokens), self.model
+        cache = models.KVCache(model.hparams, n, self._runner.backend.buffer_type)
+        step = models.build_step(model, cache, n, cache.n_ctx, n)
+        step.routings[layer].probs.mark(Flag.OUTPUT)  # else a later node takes over its memory
+        self._runner.prepare(step.graph)
+        at, seq = np.arange(n), np.zeros(n, np.int64)
+        fill_inputs(step, cache, np.array(tokens), at, seq, cache.take(seq, at), at)
+        self._runner.run(step.graph)
+        return step.routings[layer].probs.numpy().copy()
+
+    def routes(self, tokens: list[int]) -> RouteTrace:
+        """The routes of a text of its own, read in one go."""
+        with models.Session(self.model, recording=True) as session:
+            session.decode(tokens)
+            return session.routes
