@@ -104,7 +104,7 @@ def test_any_metadata_comes_back(wanted):
     for name, (_, x) in wanted.items():
         got = file.metadata[name]
         if isinstance(x, list):
-            assert list(got) == x == [got[i] for i in range(len(x))] == got[:]
+            assert list(got) == x == [got[i] for i in range(len(x))]
             assert len(got) == len(x)
         else:
             assert got == x and type(got) is type(x)
@@ -139,7 +139,6 @@ def test_a_large_vocabulary_costs_nothing_until_it_is_read(tmp_path):
         assert array_[249_999] == array_[-1] == "word 249999"
         assert peak() < 250_000 * 8 + 200_000, "an index into the strings took more than a table of where they start"
     assert list(array_) == words
-    assert array_[1000:1003] == words[1000:1003]
     scores = file.metadata["scores"].numpy()
     assert not scores.flags.owndata and not scores.flags.writeable and scores.sum() == 125_000
     with pytest.raises(IndexError):
@@ -214,7 +213,7 @@ WRONG = {
     "empty key": (gguf([key("", U32, 1)]), "key 0 is empty", "not empty"),
     "key twice": (gguf([key("a", U32, 1), key("a", U32, 2)]), "'a' occurs twice", "once"),
     "unknown value type": (gguf([text("a") + struct.pack("<IQ", 13, 0)]), "'a' has type 13", "0 to 12"),
-    "string past the end": (gguf([text("a") + struct.pack("<IQ", STR, 2**62)]), "value of 'a'", "at most"),
+    "string past the end": (gguf([text("a") + struct.pack("<IQ", STR, 2**62)]), "in value of 'a' reaches past the end", "1 strings"),
     "bool of 2": (gguf([text("a") + struct.pack("<IB", BOOL, 2)], data=bytes(9)), "a bool, is 2", "0 or 1"),
     "bool array": (gguf([array("a", craft.BOOL, [0, 1, 255])]), "a bool, is 255", "0 or 1"),
     "array of arrays": (gguf([text("a") + struct.pack("<IIQ", 9, 9, 1)], data=bytes(90)), "array of arrays", "numbers"),
@@ -225,20 +224,20 @@ WRONG = {
     "alignment 0": (gguf([key("general.alignment", U32, 0)]), "general.alignment is 0", "a power of two"),
     "alignment 48": (gguf([key("general.alignment", U32, 48)]), "general.alignment is 48", "a power of two"),
     "alignment as text": (gguf([key("general.alignment", STR, "32")]), "has type str", "u32"),
-    "part of a model": (gguf([key("split.no", U16, 1), key("split.count", U16, 3)]), "part 2 of a model split into 3", "one file"),
+    "part of a model": (gguf([key("split.no", U16, 1), key("split.count", U16, 3)]), "a part of a model split into 3 files", "one file"),
     "long tensor name": (one_tensor(name="n" * 64), "name of tensor 0", "at most 63"),
     "5 dimensions": (one_tensor(n_dims=5), "5 dimensions", "at most 4"),
     "2**32-1 dimensions": (one_tensor(n_dims=2**32 - 1), "4,294,967,295 dimensions", "at most 4"),
-    "negative extent": (one_tensor(ne=[2**64 - 4, 4]), "ne=", "below 2**63"),
-    "extents overflow": (one_tensor(ne=[2**31, 2**31, 2**31]), "ne=", "below 2**63"),
-    "extents overflow behind a zero": (one_tensor(ne=[2**62, 0, 2**62]), "ne=", "below 2**63"),
+    "negative extent": (one_tensor(ne=[2**64 - 4, 4]), "ne=", "below 2**58"),
+    "extents overflow": (one_tensor(ne=[2**31, 2**31, 2**31]), "ne=", "below 2**58"),
+    "extents overflow behind a zero": (one_tensor(ne=[2**62, 0, 2**62]), "ne=", "below 2**58"),
     "removed type": (one_tensor(kind=4), "type id 4, which ggml has removed", "0 (f32)"),
     "unknown type": (one_tensor(kind=9999), "'w' has ggml type id 9999", "0 (f32)"),
     "half a block": (one_tensor(ne=[16, 1], kind=8), "rows of 16 elements in q8_0", "a multiple of 32"),
     "misaligned": (one_tensor(offset=4), "at offset 4", "offset 0"),
     "offset of 2**64-32": (one_tensor(offset=2**64 - 32), "at offset 18,446,744,073,709,551,584", "offset 0"),
     "data past the end": (one_tensor(ne=[4, 5]), "takes 80 bytes, 64 are left", "the whole tensor"),
-    "data far past the end": (one_tensor(ne=[2**60]), "takes 4,611,686,018,427,387,904 bytes", "the whole tensor"),
+    "data far past the end": (one_tensor(ne=[2**57]), "takes 576,460,752,303,423,488 bytes", "the whole tensor"),
     "name twice": (gguf([], [tensor("w", [1]), tensor("w", [1], offset=32)], F32_DATA), "'w' occurs twice", "once"),
     "overlap": (gguf([], [tensor("v", [16]), tensor("w", [8], offset=32)], F32_DATA), "'w' at offset 32", "offset 64"),
     "gap": (gguf([], [tensor("v", [4]), tensor("w", [4], offset=64)], F32_DATA + bytes(99)), "'w' at offset 64", "offset 32"),
@@ -266,9 +265,11 @@ def test_the_file_behind_those_cases_is_right():
     gguf([key("general.alignment", U32, 1)], [tensor("w", [3])], bytes(12), alignment=1),
     gguf([], [tensor("v", [1]), tensor("w", [3], offset=32)], bytes(44)),  # no padding behind the last one
     gguf([], [tensor("none", [0, 4]), tensor("scalar", [])], bytes(4)),
-], ids=["version 2", "one part", "alignment 1", "no padding at the end", "no elements"])  # fmt: skip
+    gguf([], [tensor("none", [0, 2**57], 28), tensor("too", [2**56, 0, 3])]),
+], ids=["version 2", "one part", "alignment 1", "no padding at the end", "no elements", "no elements, long rows"])  # fmt: skip
 def test_rare_but_right(raw):
-    assert parsed(raw).tensors is not None
+    file = parsed(raw)
+    assert [file.tensor(name).numpy().size for name in file.tensors] == [t.n_elements for t in file.tensors.values()]
 
 
 def test_bytes_that_are_no_text_are_kept_and_shown_escaped(capsys, tmp_path):

@@ -10,14 +10,12 @@ from __future__ import annotations
 import contextlib
 import math
 import mmap
-import operator
 import os
 import stat
 import struct
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, overload
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
@@ -40,9 +38,10 @@ _KINDS: dict[int, tuple[str, str]] = {
     6: ("f32", "<f4"), 7: ("bool", "?"), 8: ("str", ""), 9: ("array", ""), 10: ("u64", "<u8"), 11: ("i64", "<i8"),
     12: ("f64", "<f8"),
 }  # fmt: skip
+_SIZES = {i: np.dtype(t).itemsize if t else 8 for i, (_, t) in _KINDS.items()}  # a string takes 8 bytes at least
 _BY_ID = {t.id: t for t in DTYPES.values()}
 _U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
-_LEAST_KEY, _LEAST_TENSOR, _LEAST_STRING = 8 + 4 + 1, 8 + 4 + 8 + 4, 8  # fewest bytes that one of each can take
+_LEAST_KEY, _LEAST_TENSOR = 8 + 4 + 1, 8 + 4 + 8 + 4  # fewest bytes that one of each can take
 _ALTERED = "the file is damaged, cut off or altered: download or copy it again"
 _REQUIRED: Any = object()
 
@@ -62,7 +61,7 @@ class TensorInfo(NamedTuple):
         return math.prod(self.ne)
 
 
-class GGUFArray(Sequence[Any]):
+class GGUFArray:
     """An array of the metadata, read from the file when asked (`gguf_get_arr_data`, `gguf_get_arr_str`).
 
     `type` is the type of its elements: "str", "i32", "f32", …
@@ -76,33 +75,28 @@ class GGUFArray(Sequence[Any]):
     def __len__(self) -> int:
         return self._count
 
-    @overload
-    def __getitem__(self, index: int) -> Any: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Any]: ...
-    def __getitem__(self, index: int | slice) -> Any:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(self._count))]
-        i = operator.index(index)
-        if not -self._count <= i < self._count:
-            raise IndexError(f"index {i} in an array of {self._count}")
-        i %= self._count
+    def __getitem__(self, index: int) -> Any:
+        if not -self._count <= index < self._count:
+            raise IndexError(f"index {index} in an array of {self._count}")
         if self._numpy:
-            return self.numpy()[i].item()
-        start = int(self._table()[i])
-        memory = self._storage.host_bytes().data
+            return self.numpy()[index].item()
+        if self._starts is None:  # a table of where each string starts: 8 bytes a string, only once it is needed
+            self._starts = np.fromiter((start for start, _ in self._spans()), np.int64, self._count)
+        start, memory = int(self._starts[index]), self._storage.host_bytes().data
         return _text(memory[start : start + _U64.unpack_from(memory, start - 8)[0]])
 
     def __iter__(self) -> Iterator[Any]:
         if self._numpy:
-            yield from self.numpy().tolist()
-            return
+            return iter(self.numpy().tolist())
         memory = self._storage.host_bytes().data
-        pos = self._offset
+        return (_text(memory[start:end]) for start, end in self._spans())
+
+    def _spans(self) -> Iterator[tuple[int, int]]:
+        memory, end = self._storage.host_bytes().data, self._offset
         for _ in range(self._count):
-            start = pos + 8
-            pos = start + _U64.unpack_from(memory, pos)[0]
-            yield _text(memory[start:pos])
+            start = end + 8
+            end = start + _U64.unpack_from(memory, end)[0]
+            yield start, end
 
     def numpy(self) -> np.ndarray:
         """The numbers as a read-only NumPy view of the file, no copy. Raises DTypeError for strings."""
@@ -110,61 +104,30 @@ class GGUFArray(Sequence[Any]):
             raise DTypeError("an array of strings", "numbers", "list(array), or array[i] for a single one")
         return np.frombuffer(self._storage.host_bytes(), self._numpy, self._count, self._offset)
 
-    def _table(self) -> np.ndarray:
-        if self._starts is None:  # where each string starts: 8 bytes a string, only once one is asked for by index
-            starts, pos = np.empty(self._count, np.int64), self._offset
-            memory = self._storage.host_bytes().data
-            for i in range(self._count):
-                starts[i] = pos + 8
-                pos += 8 + _U64.unpack_from(memory, pos)[0]
-            self._starts = starts
-        return self._starts
-
     def __repr__(self) -> str:
         return f"<GGUFArray of {self._count:,} {self.type}>"
-
-
-@dataclass(frozen=True)
-class _Place:
-    """Where a value lies in the file; strings: `count` bytes."""
-
-    kind: int
-    offset: int
-    count: int
 
 
 class Metadata(Mapping[str, Any]):
     """The key-value pairs of the header; values are read from the file when asked for (`gguf_find_key`, `gguf_get_val_*`)."""
 
-    def __init__(self, storage: HostStorage) -> None:
-        self._storage = storage
-        self._places: dict[str, _Place | GGUFArray] = {}
+    def __init__(self) -> None:
+        self._values: dict[str, tuple[GGUFArray, bool]] = {}  # a single value is an array of one
 
     def __getitem__(self, key: str) -> Any:
-        place = self._places[key]
-        if isinstance(place, GGUFArray):
-            return place
-        memory = self._storage.host_bytes()
-        if place.kind == 8:
-            return _text(memory[place.offset : place.offset + place.count])
-        return np.frombuffer(memory, _KINDS[place.kind][1], 1, place.offset)[0].item()
+        value, is_array = self._values[key]
+        return value if is_array else value[0]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._places)
+        return iter(self._values)
 
     def __len__(self) -> int:
-        return len(self._places)
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._places
+        return len(self._values)
 
     def kind(self, key: str) -> str:
         """The type of a value as stored: "u32", "str", …, for an array "array of str" (`gguf_get_kv_type`)."""
-        place = self._places[key]
-        return f"array of {place.type}" if isinstance(place, GGUFArray) else _KINDS[place.kind][0]
-
-    def __repr__(self) -> str:
-        return f"<Metadata of {len(self)} keys>"
+        value, is_array = self._values[key]
+        return f"array of {value.type}" if is_array else value.type
 
 
 class GGUFFile:
@@ -176,7 +139,7 @@ class GGUFFile:
 
     def __init__(self, storage: HostStorage, path: Path, mapping: mmap.mmap | None = None) -> None:
         self.path, self.storage, self._mapping = path, storage, mapping
-        self.metadata = Metadata(storage)
+        self.metadata = Metadata()
         self.tensors: dict[str, TensorInfo] = {}
         self.version = self.alignment = self.data_offset = 0
         _Header(storage.host_bytes().data, self).read()
@@ -290,11 +253,9 @@ class _Header:
     def count(self, what: str, least: int, most: int) -> int:
         """A count of things that take at least `least` bytes each."""
         n = self.u64(what)
-        fit = (self.end - self.pos) // least
+        fit = min((self.end - self.pos) // least, most)
         if n > fit:
-            self.bad(f"{what}: {n:,}", f"at most {fit:,}: each takes {least} bytes or more, and {self.end - self.pos:,} are left")
-        if n > most:
-            self.bad(f"{what}: {n:,}", f"at most {most:,}", f"no real model is known to need so many; {_ALTERED}")
+            self.bad(f"{what}: {n:,}", f"at most {fit:,}: no model needs more than {most:,}, and {self.end - self.pos:,} bytes are left")
         return n
 
     def string(self, what: str, most: int) -> str:
@@ -321,21 +282,21 @@ class _Header:
         return version
 
     def _pair(self, i: int) -> None:
-        places = self.file.metadata._places
+        values = self.file.metadata._values
         key = self.string(f"key {i}", MAX_KEY_BYTES)
-        if not key or key in places:
+        if not key or key in values:
             state = f"'{shown(key)}' occurs twice" if key else "is empty"
             self.bad(f"key {i} {state}", "each key once, and not empty")
-        what = f"value of '{shown(key)}'"
+        what, n = f"value of '{shown(key)}'", 1
         kind = self._kind(what)
-        if kind == 9:
-            places[key] = self._array(what)
-        elif kind == 8:
-            n = self.u64(f"length of {what}")
-            places[key] = _Place(8, self.take(n, what), n)
-            self._refuse_long(n, what)
-        else:
-            places[key] = _Place(kind, self._numbers(kind, 1, what), 1)
+        if is_array := kind == 9:
+            kind = self._kind(f"elements in {what}")
+            if kind == 9:
+                self.bad(f"{what} is an array of arrays", "an array of numbers, bools or strings", "ggml refuses nested arrays, too")
+            n = self.count(f"elements in {what}", _SIZES[kind], MAX_ELEMENTS - self.elements)
+            self.elements += n
+        start = self._strings(n, what) if kind == 8 else self._numbers(kind, n, what)
+        values[key] = GGUFArray(self.file.storage, kind, start, n), is_array
 
     def _kind(self, what: str) -> int:
         kind = self.u32(f"type of {what}")
@@ -343,19 +304,9 @@ class _Header:
             self.bad(f"{what} has type {kind}", f"0 to {max(_KINDS)}")
         return kind
 
-    def _array(self, what: str) -> GGUFArray:
-        kind = self._kind(f"elements in {what}")
-        if kind == 9:
-            self.bad(f"{what} is an array of arrays", "an array of numbers, bools or strings", "ggml refuses nested arrays, too")
-        size = np.dtype(_KINDS[kind][1]).itemsize if kind != 8 else _LEAST_STRING
-        n = self.count(f"elements in {what}", size, MAX_ELEMENTS - self.elements)
-        self.elements += n
-        start = self._strings(n, what) if kind == 8 else self._numbers(kind, n, what)
-        return GGUFArray(self.file.storage, kind, start, n)
-
     def _numbers(self, kind: int, n: int, what: str) -> int:
         """Step over `n` numbers or bools; returns where they begin."""
-        start = self.take(n * np.dtype(_KINDS[kind][1]).itemsize, what)
+        start = self.take(n * _SIZES[kind], what)
         if kind == 7:
             values = np.frombuffer(self.memory[start : self.pos], np.uint8)
             if n and values.max() > 1:
@@ -373,23 +324,16 @@ class _Header:
             pos = self.end + 1
         if pos > self.end:
             self.bad(f"a string in {what} reaches past the end of the file", f"{n:,} strings within {self.end - start:,} bytes")
-        self._refuse_long(pos - start, what)
+        if pos - start > MAX_TEXT:
+            self.bad(f"{what}: {pos - start:,} bytes of text", f"at most {MAX_TEXT:,}")
         self.pos = pos
         return start
 
-    def _refuse_long(self, nbytes: int, what: str) -> None:
-        if nbytes > MAX_TEXT:
-            self.bad(f"{what}: {nbytes:,} bytes of text", f"at most {MAX_TEXT:,}", f"no real model is known to need so much; {_ALTERED}")
-
     def _refuse_parts(self) -> None:
-        n = self._integer("split.count")
-        if n is not None and n > 1:
-            self.bad(f"part {(self._integer('split.no') or 0) + 1} of a model split into {n} files", "a model in one file",
+        n = self.file.metadata.get("split.count")
+        if type(n) is int and n > 1:
+            self.bad(f"a part of a model split into {n} files", "a model in one file",
                      "merge the parts first: `llama-gguf-split --merge FIRST_PART.gguf MERGED.gguf`")  # fmt: skip
-
-    def _integer(self, key: str) -> int | None:
-        value = self.file.metadata.get(key)
-        return value if type(value) is int else None
 
     def _alignment(self) -> int:
         metadata, key = self.file.metadata, "general.alignment"
@@ -410,8 +354,8 @@ class _Header:
             self.bad(f"{what} has {n_dims:,} dimensions", f"at most {MAX_DIMS}")
         sizes = [self.u64(f"extents of {what}") for _ in range(n_dims)] + [1] * (MAX_DIMS - n_dims)
         ne: Extents = (sizes[0], sizes[1], sizes[2], sizes[3])
-        if math.prod(n or 1 for n in ne) >= 2**63:
-            self.bad(f"{what} has ne={ne}", "extents whose product is below 2**63")
+        if math.prod(n or 1 for n in ne) >= 2**58:  # strides in bytes stay within 63 bits, for empty tensors, too
+            self.bad(f"{what} has ne={ne}", "extents whose product is below 2**58")
         return name, self._dtype(what, ne), ne, self.u64(f"offset of {what}")
 
     def _dtype(self, what: str, ne: Extents) -> DType:
