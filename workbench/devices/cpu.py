@@ -21,6 +21,9 @@ from workbench.tensors.tensor import Tensor
 DEQUANT_CACHE_BYTES = 64 * 2**20
 """Room for weights kept as f32 after they were decoded once."""
 ROUNDINGS = ("none", "ggml")
+TAKES_BLOCKS = {"MUL_MAT": (1, 2), "MUL_MAT_ID": (1, 2), "GET_ROWS": (1,), "SET_ROWS": (0, 3), "CPY": (0, 1, 2), "CONT": (0, 1),
+                "DUP": (0, 1)}  # fmt: skip
+"""Where bf16 and block types may stand: 0 the result, 1 the first source, and so on."""
 
 
 class CpuBackend(Backend):
@@ -57,9 +60,14 @@ class CpuBackend(Backend):
             return ""
         if spec is None or spec.kernel is None:
             return (spec.without.get("kernel", "") if spec else "") or f"there is no kernel for {node.desc} yet"
-        for t in (*node.sources(), node):
-            if t.dtype.numpy is None and t.dtype.decode is None:
-                return f"{t.dtype} cannot be decoded here: store {t.label} as f16, q8_0 or another type that `gguf` decodes"
+        takes = TAKES_BLOCKS.get(node.op, ())
+        for i, t in enumerate((node, *node.src)):
+            if t is None or t.dtype.numpy is not None:
+                continue
+            if i not in takes:
+                return f"{node.desc} does not read or write {t.dtype}: cast {t.label} to f32 first"
+            if t.dtype.decode is None:
+                return f"{t.dtype} cannot be decoded here: store {t.label} in f16, q8_0 or another type that `gguf` decodes"
         return ""
 
     def operand(self, tensor: Tensor) -> Any:

@@ -84,7 +84,7 @@ class Plan:
         self.backend = backend
         self._n_nodes = len(graph.nodes)
         nodes = [(i, t) for i, t in enumerate(graph.nodes) if needs_work(t)]
-        touched = dict.fromkeys(s for _, t in nodes for s in (t, *t.sources()))
+        touched = dict.fromkeys(s for _, t in nodes for s in (*t.sources(), t))
         for t in touched:
             t.require_data()
         for _, t in nodes:

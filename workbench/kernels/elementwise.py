@@ -112,7 +112,7 @@ def _one_plus_exp(xp: ModuleType, x: Any, factor: float, t: Any) -> None:
 
 
 def _gelu(xp: ModuleType, x: Any, y: Any, t: Any) -> None:
-    xp.maximum(x, -10, y)  # below, the result is 0 in f32, and -inf times 0 would be NaN
+    xp.maximum(x, -10, out=y)  # below, the result is 0 in f32, and -inf times 0 would be NaN
     xp.square(y, t)
     xp.multiply(t, 0.044715, t)
     xp.add(t, 1, t)

@@ -84,7 +84,7 @@ def l2_norm(xp: ModuleType, a: Any, *, out: Any, scratch: Scratch, eps: float) -
         xp.square(a[index], t)
         t.sum(axis=-1, keepdims=True, out=s)
         xp.sqrt(s, s)
-        xp.maximum(s, eps, s)
+        xp.maximum(s, eps, out=s)
         xp.divide(a[index], s, out[index])
 
 
@@ -148,7 +148,7 @@ def soft_max(
         return
     out.max(axis=-1, keepdims=True, out=highest)
     if sinks is not None:
-        xp.maximum(highest, sink, highest)
+        xp.maximum(highest, sink, out=highest)
     xp.subtract(out, highest, out)
     xp.exp(out, out)
     out.sum(axis=-1, keepdims=True, out=total)
