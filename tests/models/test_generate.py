@@ -1,4 +1,5 @@
 """Sampling, generation and the command `generate`."""
+import re
 import threading
 
 import numpy as np
@@ -69,13 +70,14 @@ def test_logits_that_are_not_numbers_are_an_error():
         Sampler()(np.float32([0, np.nan]))
 
 
-def test_greedy_text_is_that_of_llama_cpp(session, data):
+@pytest.mark.parametrize("name", ["p00", "p01"])
+def test_greedy_text_is_that_of_llama_cpp(session, data, name):
     oracle = np.load(data / "oracle/tiny-mixtral-f16.dequant-f32.npz")
-    g = generate(session, oracle["p02_tokens"].tolist(), 32)
+    assert (oracle[f"{name}_greedy_margin"] > 2e-4).all()  # no tie that another order of summation could break otherwise
+    g = generate(session, oracle[f"{name}_tokens"].tolist(), 32)
     text = g.run()
-    first_close = int(np.argmax(np.append(oracle["p02_greedy_margin"] < 2e-4, True)))
-    assert first_close > 10
-    assert g.tokens[:first_close] == oracle["p02_greedy"][:first_close].tolist()
+    assert g.tokens == oracle[f"{name}_greedy"][: len(g.tokens)].tolist()
+    assert len(g.tokens) == 32 or g.stats.ended == "end of text"
     assert text == session.model.tokenizer.decode(g.tokens) == g.text
 
 
@@ -155,7 +157,7 @@ def test_the_command_streams_text_and_ends_with_what_it_cost(session, capsys):
 def test_the_command_shows_experts(capsys):
     assert command.main(["tiny-deepseek-f16", "--prompt", "a", "--tokens", "2", "--experts", "--rounding", "ggml", "--threads", "2"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    rows = [line for line in lines if line.count("|") == 3]
+    rows = [line for line in lines if re.match(r" +\d+   ?\d", line)]
     assert "layers 1, 2, 3, 4" in "\n".join(lines) and len(rows) == 3  # BOS, the prompt, one token that was decoded
 
 
