@@ -296,7 +296,7 @@ def top_k(xp: ModuleType, a: Any, *, out: Any, scratch: Scratch, k: int) -> None
 
 def _sorting(xp: ModuleType, a: Any, scratch: Scratch, order: str) -> Any:
     """Few rows at a time, since `argsort` cannot write its int64 indices into memory that is there already."""
-    few = max(1, min(scratch.memory.size // 4, 2048) // max(1, a.shape[-1]))
+    few = max(1, min(scratch.memory.size // 4, 1024) // max(1, a.shape[-1]))
     for index in cut(a.shape[:-1], few):
         keys = a[index]
         if order == "desc":
