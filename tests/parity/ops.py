@@ -95,7 +95,7 @@ def node_of(ctx: wb.Context, case: dict[str, Any], src: list[Tensor | None]) -> 
     if "glu" in p:
         return ops.glu(p["glu"], *src, swapped=p.get("swapped", False))
     if op == "cpy":
-        into = ctx.new_tensor(p["dst_type"], *p.get("dst_ne", case["dst"]["ne"]), name="destination")
+        into = ctx.new_tensor(p["dst_type"], *p.get("dst_ne", case["src"][0]["ne"]), name="destination")
         into.place(HostStorage(into.nbytes))
         return ops.cpy(src[0], into)
     if op == "repeat":
@@ -127,13 +127,14 @@ def run(case: dict[str, Any], arrays: Arrays, rounding: str) -> tuple[Tensor, np
 
 def differences(case: dict[str, Any], arrays: Arrays) -> list[str]:
     """What differs, one line per field."""
-    found = []
+    found: list[str] = []
     both = case["op"] in ("mul_mat", "mul_mat_id") and case["src"][0]["type"] != "f32"
     for rounding in ("none", "ggml") if both else ("none",):
         node, got = run(case, arrays, rounding)
-        if not found:
-            found = [f"dst {field}: got {ours}, recorded {case['dst'].get(field)}" for field, ours in described(node).items()
-                     if case["dst"].get(field) != ours]  # fmt: skip
+        wrong = [f"dst {field}: got {ours}, recorded {case['dst'].get(field)}" for field, ours in described(node).items()
+                 if case["dst"].get(field) != ours]  # fmt: skip
+        if wrong:
+            return wrong
         for line in data_differences(case, arrays, got, rounding):
             found.append(f"dst data{f' (activation_rounding={rounding})' if both else ''}: {line}")
     return found
