@@ -14,6 +14,8 @@ _HOMES = {  # public name -> the room that holds it
     **dict.fromkeys(["Context", "DType", "Flag", "Tensor", "Usage", "dtype", "OPS"], "workbench.tensors"),
     "ops": "workbench.tensors.ops",
     **dict.fromkeys(["CGraph", "build"], "workbench.cgraph"),
+    **dict.fromkeys(["Backend", "BufferType", "CpuBackend"], "workbench.devices"),
+    **dict.fromkeys(["GraphAllocator", "GraphRunner", "compute"], "workbench.execution"),
     **dict.fromkeys(["GGUFFile", "Tokenizer", "open_gguf"], "workbench.models"),
 }
 

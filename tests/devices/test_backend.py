@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from workbench import Context, OPS, build, ops
+from workbench import OPS, Context, build, ops
 from workbench.devices import HOST_MEMORY, BufferType, CpuBackend, DeviceType, buffer_type_of
 from workbench.errors import AllocationError, ParameterError, StorageError, UnsupportedOp
 from workbench.tensors.storage import HostStorage, Storage, Usage

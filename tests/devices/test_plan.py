@@ -5,7 +5,8 @@ import pytest
 
 from tests.devices.every_op import MAKERS, graph_of, moe_layer
 from workbench import OPS, Context, Flag, build, ops
-from workbench.devices import HOST_MEMORY, CpuBackend, plan as planning
+from workbench.devices import HOST_MEMORY, CpuBackend
+from workbench.devices import plan as planning
 from workbench.devices.threads import SINGLE_THREADED_BLAS
 from workbench.errors import ContextClosed, GraphError, NoDataError, StorageError
 from workbench.kernels.kernel import Kernel

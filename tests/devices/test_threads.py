@@ -2,6 +2,7 @@
 
 import gc
 import threading
+from functools import partial
 
 import pytest
 
@@ -17,7 +18,7 @@ def test_each_task_runs_exactly_once(n_threads):
     workers = Workers(n_threads)
     for round_ in range(200):
         done, n_tasks = [], 1 + round_ % 9
-        workers.run([[lambda i=i: done.append(i) for i in range(n_tasks)]] * min(n_threads, n_tasks))
+        workers.run([[partial(done.append, i) for i in range(n_tasks)]] * min(n_threads, n_tasks))
         assert sorted(done) == list(range(n_tasks))
     workers.close()
 
@@ -48,7 +49,7 @@ def test_a_failure_of_any_thread_reaches_the_caller(who):
         with pytest.raises(ZeroDivisionError, match=who):
             workers.run([[lambda w=w: task(w)] * 2 for w in range(2)])
         done = []
-        workers.run([[lambda: done.append(1)] * 5] * 2)
+        workers.run([[partial(done.append, 1)] * 5] * 2)
         assert len(done) == 5
     workers.close()
 

@@ -128,7 +128,7 @@ def test_graphs_take_turns_and_a_larger_one_moves_the_smaller():
     runner = GraphRunner()
     cases = [_described(t=t) for t in (2, 64, 4)]
     for turn in range(3):
-        for ctx, x, y, graph in cases:
+        for _, x, y, graph in cases:
             runner.prepare(graph)
             x.set(values(*x.ne[:2], seed=turn))
             runner.run(graph)
