@@ -6,9 +6,10 @@
      "leafs": [ids], "nodes": [ids]}
 
 The id of a tensor is its place in `tensors`; sources come before their users (only a cast is its own source), null is an
-absent source. `op` is the telling name of the op table ("SILU", not "UNARY"; "NONE" for a leaf); `view` is [owner of the
-memory, byte offset] and missing where the tensor owns its memory. Tuples are lists; numbers that JSON lacks are
-{"float": "inf"}, "-inf" or "nan". Data is not part of it.
+absent source. Every tensor is in `leafs` or `nodes`, except where `size` is 0: a part of a graph (`CGraph.view`).
+`op` is the telling name of the op table ("SILU", not "UNARY"; "NONE" for a leaf); `view` is [owner of the memory, byte
+offset] and missing where the tensor owns its memory. Tuples are lists; numbers that JSON lacks are {"float": "inf"},
+"-inf" or "nan". Data is not part of it.
 
 Reading runs nothing from the file: each node is made again by its op's constructor, and what the file says of its shape must
 agree. So a file describes only what could also be built by hand, and needs memory in proportion to its length.
@@ -23,7 +24,7 @@ from typing import Any, NoReturn
 
 from workbench.cgraph.export import flag_names
 from workbench.cgraph.graph import CGraph, graph_nbytes
-from workbench.errors import FileFormatError, WorkbenchError, shown
+from workbench.errors import ContextError, FileFormatError, WorkbenchError, shown
 from workbench.tensors import ops
 from workbench.tensors.context import TENSOR_OVERHEAD, Context
 from workbench.tensors.dtype import DTYPES
@@ -35,15 +36,15 @@ MAX_INT, MAX_SIZE, MAX_NAME = 2**63 - 1, 2**31 - 1, 4096
 _FLAGS = {f.name.lower(): f for f in Flag if f.name}
 _FIELDS = {"name", "op", "type", "ne", "nb", "src", "params", "flags"}
 _MADE: dict[str, Callable[..., Tensor]] = {  # rows whose constructor is not simply called with (*src, **params)
-    "SCALE": lambda src, p, r: ops.scale(*src, s=p["scale"], bias=p["bias"]),
-    "SOFT_MAX": lambda src, p, r: ops.soft_max_ext(*(*src, None, None)[:2], sinks=src[2] if len(src) > 2 else None, **p),
-    "ROPE": lambda src, p, r: ops.rope(*src[:2], freq_factors=src[2] if len(src) > 2 else None, **p),
-    "SET_ROWS": lambda src, p, r: ops.set_rows(src[2], src[0], src[1]),
-    "CPY": lambda src, p, r: ops.cpy(*src) if "view" in r else ops.cast(src[0], r["type"]),
-    "CONT": lambda src, p, r: ops.cont(*src, *r["ne"]),
-    "REPEAT": lambda src, p, r: ops.repeat(*src, r["ne"]),
-    "RESHAPE": lambda src, p, r: ops.reshape(*src, *r["ne"]),
-    "PERMUTE": lambda src, p, r: ops.permute(*src, *p["axes"]),
+    "SCALE": lambda r, a, scale, bias: ops.scale(a, scale, bias),
+    "SOFT_MAX": lambda r, a, mask=None, sinks=None, **p: ops.soft_max_ext(a, mask, p["scale"], p["max_bias"], sinks),
+    "ROPE": lambda r, a, pos, factors=None, **p: ops.rope(a, pos, freq_factors=factors, **p),
+    "SET_ROWS": lambda r, data, rows, target: ops.set_rows(target, data, rows),
+    "CPY": lambda r, a, b: ops.cpy(a, b) if "view" in r else ops.cast(a, r["type"]),
+    "CONT": lambda r, a: ops.cont(a, *r["ne"]),
+    "REPEAT": lambda r, a: ops.repeat(a, r["ne"]),
+    "RESHAPE": lambda r, a: ops.reshape(a, *r["ne"]),
+    "PERMUTE": lambda r, a, axes: ops.permute(a, *axes),
 }
 
 
@@ -56,7 +57,8 @@ def to_dict(graph: CGraph) -> dict[str, Any]:
     walk = CGraph(size=MAX_SIZE).expansion(*graph.leafs, *graph.nodes)  # sources first, also of nodes outside a view
     tensors = [t for kind, t, _, _ in walk if kind in ("leaf", "node")]
     ids = {t: i for i, t in enumerate(tensors)}
-    return {"format": FORMAT, "version": VERSION, "name": graph.name, "size": graph.size,
+    whole = len(tensors) == len(graph.leafs) + len(graph.nodes)
+    return {"format": FORMAT, "version": VERSION, "name": graph.name, "size": graph.size if whole else 0,
             "tensors": [_record(t, ids) for t in tensors],
             "leafs": [ids[t] for t in graph.leafs], "nodes": [ids[t] for t in graph.nodes]}  # fmt: skip
 
@@ -122,12 +124,14 @@ def _checked_file(data: Any) -> list[dict[str, Any]]:
     for i, r in enumerate(records):
         _check_record(i, r)
     for part in ("leafs", "nodes"):
-        ids = _list(data[part], part, min(len(records), data["size"]))
+        ids = _list(data[part], part, min(len(records), data["size"] or MAX_SIZE))
         for i in ids:
             _whole(i, f"an id in {part}", len(records) - 1)
     listed = data["leafs"] + data["nodes"]
     if len(set(listed)) != len(listed):
         _wrong("leafs and nodes", "each id once")
+    if data["size"] and len(listed) < len(records):
+        _wrong(f"{len(listed)} of {len(records)} tensors in leafs and nodes", "all of them (a part of a graph has size 0)")
     return records
 
 
@@ -187,12 +191,13 @@ def _tensor(i: int, r: dict[str, Any], made: list[Tensor], context: Context) -> 
             t = context.new_tensor(r["type"], *r["ne"])
         else:
             make = _MADE.get(r["op"]) or _by_name(r["op"])
-            t = make(src, {k: _value(v) for k, v in r["params"].items()}, r)
+            t = make(r, *src, **{k: _value(v) for k, v in r["params"].items()})
     except (WorkbenchError, TypeError, ValueError, ArithmeticError, AttributeError, LookupError) as e:
-        if isinstance(e, FileFormatError) or isinstance(e, WorkbenchError) and isinstance(e, MemoryError):
+        if isinstance(e, (FileFormatError, ContextError)):
             raise
         found = e.found if isinstance(e, WorkbenchError) else f"{r['op']} cannot be made of these sources and parameters"
-        raise FileFormatError(f"graph: tensor {i} is wrong: {found}", getattr(e, "expected", "") or "what its constructor accepts") from None
+        expected = getattr(e, "expected", "") or "what its constructor accepts"
+        raise FileFormatError(f"graph: tensor {i} is wrong: {found}", expected) from None
     if len(t.src) != len(src) or any(s is not (t if r["src"][j] == i else src[j]) for j, s in enumerate(t.src)):
         _wrong(f"tensor {i}: src {shown(r['src'])}", f"the sources of {r['op']} in its order")
     says = {"type": t.dtype.name, "ne": [*t.ne], "nb": [*t.nb], "params": {k: _plain(v) for k, v in t.params.items()}}
@@ -209,16 +214,17 @@ def _tensor(i: int, r: dict[str, Any], made: list[Tensor], context: Context) -> 
 
 def _view(r: dict[str, Any], src: list[Tensor | None], made: list[Tensor], context: Context) -> Tensor:
     """A view by its record, since no constructor takes every stride; it must lie within the owner's bytes."""
-    owner, offset = made[r["view"][0]] if "view" in r else None, r["view"][1] if "view" in r else 0
-    if owner is None or owner.view_src is not None or r["type"] != owner.dtype.name or any(s is None or s.root() is not owner for s in src):
+    root, offset = r["view"] if "view" in r else (len(made), 0)
+    owner = made[root]
+    if owner.view_src is not None or r["type"] != owner.dtype.name or any(s is None or s.root() is not owner for s in src):
         raise ValueError
-    if r["op"] == "VIEW" and (len(src) != 1 or set(r["params"]) != {"offset"} or src[0].view_offs + r["params"]["offset"] != offset):  # type: ignore[union-attr]
+    spec, params = (OPS["VIEW"], r["params"]) if r["op"] == "VIEW" else (None, {})
+    if spec and (len(src) != 1 or set(params) != {"offset"} or src[0].view_offs + params["offset"] != offset):  # type: ignore[union-attr]
         raise ValueError
-    spec = OPS["VIEW"] if r["op"] == "VIEW" else None
-    t = Tensor(owner.dtype, extents(r["ne"]), tuple(r["nb"]), op=r["op"], spec=spec, src=tuple(src),
-               params={"offset": _whole(r["params"]["offset"], "params: offset", MAX_INT)} if spec else {}, view_src=owner, view_offs=offset)  # fmt: skip
+    t = Tensor(owner.dtype, extents(r["ne"]), tuple(r["nb"]), op=r["op"], spec=spec, src=tuple(src), params={**params},
+               view_src=owner, view_offs=offset)  # fmt: skip
     if t.ne[0] % owner.dtype.block or offset + t.nbytes > owner.nbytes:
-        _wrong(f"a view of {t.nbytes:,} bytes at offset {offset:,}", f"rows of whole blocks within the {owner.nbytes:,} bytes of {owner.label}")
+        _wrong(f"a view of {t.nbytes:,} bytes at offset {offset:,}", f"whole blocks within the {owner.nbytes:,} bytes of {owner.label}")
     return context.add(t)
 
 
@@ -226,11 +232,11 @@ def _by_name(op: str) -> Callable[..., Tensor]:
     spec = OPS[op]
     if spec.op in ("UNARY", "GLU") and spec.op != op:
         make = ops.unary if spec.op == "UNARY" else ops.glu
-        return lambda src, p, r: make(op, *src, **{k: v for k, v in p.items() if k != spec.op.lower()})
+        return lambda r, *src, **p: make(op, *src, **{k: v for k, v in p.items() if k != spec.op.lower()})
     constructor = getattr(ops, op.lower(), None)
     if op.lower() not in ops.__all__ or constructor is None:
         _wrong(f"op {op}", "an op that has a constructor")
-    return lambda src, p, r: constructor(*src, **p)
+    return lambda r, *src, **p: constructor(*src, **p)
 
 
 def _check_order(graph: CGraph, made: list[Tensor]) -> None:

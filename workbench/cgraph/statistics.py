@@ -10,7 +10,7 @@ from workbench.errors import shown
 from workbench.tensors.storage import Usage
 from workbench.tensors.tensor import Flag, Tensor
 
-_LAYER = re.compile(r"(?:^|[ .])blk\.(\d{1,6})\.|-(\d{1,6})(?= |$)")
+_LAYER = re.compile(r"(?:^|[ .])blk\.(\d{1,6})\.|(?:-|^cache_[a-z]+_l)(\d{1,6})(?= |$)")
 _UNNAMED = re.compile(r"(?:node|leaf)_\d+(?: |$)| \(")
 
 
@@ -63,12 +63,16 @@ class Statistics:
     def __str__(self) -> str:
         lines = [f"{self.n_nodes:,} nodes, {self.n_leafs:,} leafs; weights {self.weight_bytes:,} bytes, inputs {self.input_bytes:,}, "
                  f"state {self.state_bytes:,}, results {self.activation_bytes:,}"]  # fmt: skip
-        by_flops = sorted(self.ops.items(), key=lambda x: (-x[1].flops, x[0]))
-        lines += [f"  {'op':18s} {'nodes':>6s} {'flops':>15s} {'bytes moved':>15s} {'share':>6s}"]
-        lines += [f"  {op:18s} {w.count:6,d} {w.flops:15,d} {w.moved:15,d} {self.share(op):6.1%}" for op, w in by_flops]
-        lines += [f"  {'no layer' if n is None else f'layer {n}':18s} {w.count:6,d} {w.flops:15,d} {w.moved:15,d}" for n, w in self.layers.items()]
-        lines += [f"  used {len(users)} times: {shown(t.name)} by {', '.join(shown(u.name, 24) for u in users[:4])}{', …' if len(users) > 4 else ''}"
-                  for t, users in self.repeated[:8]]  # fmt: skip
+        lines.append(f"  {'op':18s} {'nodes':>6s} {'flops':>15s} {'bytes moved':>15s} {'share':>6s}")
+
+        def row(label: str, w: Work) -> str:
+            return f"  {label:18s} {w.count:6,d} {w.flops:15,d} {w.moved:15,d} {w.flops / max(self.total.flops, 1):6.1%}"
+
+        lines += [row(op, w) for op, w in sorted(self.ops.items(), key=lambda x: (-x[1].flops, x[0]))]
+        lines += [row("no layer" if n is None else f"layer {n}", w) for n, w in self.layers.items()]
+        for t, users in self.repeated[:8]:
+            names = ", ".join(shown(u.name, 24) for u in users[:4])
+            lines.append(f"  used {len(users)} times: {shown(t.name)} by {names}{', …' if len(users) > 4 else ''}")
         return "\n".join(lines)
 
 
@@ -82,8 +86,8 @@ def statistics(graph: CGraph) -> Statistics:
     layers: dict[Tensor, int | None] = {t: _named_layer(t) for t in graph.leafs}
     for t in graph.nodes:
         n = layers[t] = _layer(t, layers)
-        for table, key in ((s.ops, t.desc), (s.layers, n), (s.layer_ops, (n, t.desc))):
-            table.setdefault(key, Work()).add(t)  # type: ignore[attr-defined]
+        for work in (s.ops.setdefault(t.desc, Work()), s.layers.setdefault(n, Work()), s.layer_ops.setdefault((n, t.desc), Work())):
+            work.add(t)
         if t.view_src is None and t.op != "NONE":
             s.activation_bytes += t.nbytes
     s.layers = dict(sorted(s.layers.items(), key=lambda x: -1 if x[0] is None else x[0]))

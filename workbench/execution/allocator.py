@@ -276,12 +276,14 @@ class GraphAllocator:
             pass
         return planning
 
-    def measure(self, graph: CGraph, node_buffer_ids: Sequence[int] | None = None, leaf_buffer_ids: Sequence[int] | None = None) -> list[int]:
+    def measure(self, graph: CGraph, node_buffer_ids: Sequence[int] | None = None,
+                leaf_buffer_ids: Sequence[int] | None = None) -> list[int]:  # fmt: skip
         """Bytes per buffer id that `reserve` would take; takes none (`ggml_gallocr_reserve_n_size`)."""
         plan = self._planned(graph, node_buffer_ids, leaf_buffer_ids)
         return [sum(c.max_size for c in blocks.chunks) for blocks in plan.blocks]
 
-    def reserve(self, graph: CGraph, node_buffer_ids: Sequence[int] | None = None, leaf_buffer_ids: Sequence[int] | None = None) -> None:
+    def reserve(self, graph: CGraph, node_buffer_ids: Sequence[int] | None = None,
+                leaf_buffer_ids: Sequence[int] | None = None) -> None:  # fmt: skip
         """Plan `graph` and make the buffers large enough for it (`ggml_gallocr_reserve_n`).
 
         The ids say into which buffer each node and leaf goes; all into 0 where they are left out. Buffers only grow; one
@@ -315,8 +317,8 @@ class GraphAllocator:
         except AllocationError as e:
             for b in made:
                 b.close()
-            raise AllocationError(f"the graph needs {sum(sizes):,} bytes of {shown(kind.name)} for its intermediate results: {e.found}",
-                                  e.expected or "as much free memory", e.hint or "a smaller batch, or a graph with shorter lifetimes") from e  # fmt: skip
+            found = f"the graph needs {sum(sizes):,} bytes of {shown(kind.name)} for its intermediate results: {e.found}"
+            raise AllocationError(found, e.expected or "as much free memory", e.hint or "a smaller batch") from e
         self._buffers[i] = made
 
     # ---- handing out
@@ -412,7 +414,7 @@ def _same_layout(a: Tensor, b: Tensor) -> bool:
 def _topology(graph: CGraph) -> list[tuple[Any, ...]]:
     """All that a plan depends on besides sizes: who uses whom, views, inputs and outputs, and where in-place is possible."""
     index = {t: i for i, t in enumerate((*graph.leafs, *graph.nodes))}
-    found = [tuple(int(t.flags) & (_INPUT | _OUTPUT) for t in graph.leafs)]
+    found: list[tuple[Any, ...]] = [tuple(int(t.flags) & (_INPUT | _OUTPUT) for t in graph.leafs)]
     for t in graph.nodes:
         root = -1 if t.view_src is None else index.get(t.view_src, -2)
         in_place = t.spec is not None and t.spec.in_place
