@@ -1,17 +1,18 @@
-"""`python -m tests.parity sched FILE_OR_DIR…`: recorded scheduler cases against the product.
+"""`sched FILE_OR_DIR…`: recorded scheduler cases against the product.
 
 So far the cases with one backend: graph order, memory plan, results. The rest is counted as skipped.
 """
 
 from __future__ import annotations
 
-import sys
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from tests.parity import sched_case
+from tests.parity.report import BadInput, Report
 from workbench.cgraph import CGraph
 from workbench.devices.cpu import CpuBackend
 from workbench.execution import GraphAllocator
@@ -22,21 +23,19 @@ TOLERANCE = 1e-5  # of the largest value of a tensor
 
 
 def main(args: list[str]) -> int:
-    """Compare the cases in the files and directories named; a line per failure, then the sum; 0 when nothing failed."""
+    """Compare the cases in the files and directories named; 0: all passed, 1: some failed, 2: bad input."""
+    report = Report("sched")
     if not args:
-        print("usage: python -m tests.parity sched FILE_OR_DIR…", file=sys.stderr)
-        return 2
-    passed = failed = skipped = 0
-    for case in sched_case.load(args):
-        if why_skipped(case):
-            skipped += 1
-        elif difference := first_difference(case):
-            failed += 1
-            print(f"{case['name']}: {difference}")
-        else:
-            passed += 1
-    print(f"{passed} passed, {failed} failed, {skipped} skipped")
-    return 1 if failed else 0
+        return report.bad("FILE_OR_DIR… is needed: cases as .json or .jsonl.gz")
+    try:
+        for case in sched_case.load(args):
+            if why_skipped(case):
+                report.skipped += 1
+            else:
+                report.case(case["name"], first_difference(case))
+    except BadInput as e:
+        return report.bad(e)
+    return report.close()
 
 
 def why_skipped(case: Case) -> str:
@@ -46,12 +45,12 @@ def why_skipped(case: Case) -> str:
     return "the scheduler refuses it before anything is allocated" if case["expect"]["error"] else ""
 
 
-def first_difference(case: Case) -> str:
-    """The first thing that differs from the recording, or ''."""
+def first_difference(case: Case) -> list[str]:
+    """The first thing that differs from the recording, if anything does."""
     try:
-        return next(differences(case), "")
+        return list(itertools.islice(differences(case), 1))
     except Exception as e:
-        return f"{type(e).__name__}: {str(e).splitlines()[0]}"
+        return [f"{type(e).__name__}: {str(e).splitlines()[0]}"]
 
 
 def differences(case: Case) -> Iterator[str]:

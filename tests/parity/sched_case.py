@@ -4,31 +4,39 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from tests.parity.report import BadInput
 from workbench.cgraph import CGraph
 from workbench.devices.backend import Buffer, BufferType
-from workbench.tensors import OPS, Context, Flag, Tensor, Usage, dtype, ops  # noqa: F401 - ops fills the table
+from workbench.tensors import OPS, Context, Flag, Tensor, Usage, dtype
 
 INT_PARAMS = {"n_dims", "mode", "n_ctx_orig", "offset", "dim", "n_past", "k"}
 FLAGS = {"input": Flag.INPUT, "output": Flag.OUTPUT, "param": Flag.PARAM}
+FIELDS = {"name", "bufts", "backends", "tensors", "graph", "run_modes", "expect"}
 Case = dict[str, Any]
 
 
-def load(paths: list[str | Path]) -> Iterator[Case]:
-    """Cases from files and directories: one JSON object, or one per line in a .jsonl.gz."""
+def load(paths: Iterable[str | Path]) -> Iterator[Case]:
+    """Cases from files and directories: one JSON object, or one per line in a .jsonl.gz. Raises BadInput."""
     for path in map(Path, paths):
         if path.is_dir():
             yield from load(sorted([*path.glob("*.json"), *path.glob("*.jsonl.gz")]))
-        elif path.name.endswith(".jsonl.gz"):
-            with gzip.open(path, "rt", encoding="utf-8") as lines:
-                yield from (json.loads(line) for line in lines if line.strip())
-        else:
-            yield json.loads(path.read_text(encoding="utf-8"))
+            continue
+        try:
+            packed = path.name.endswith(".jsonl.gz")
+            texts = gzip.decompress(path.read_bytes()).decode().splitlines() if packed else [path.read_text("utf-8")]
+            cases = [json.loads(text) for text in texts if text.strip() or not packed]
+        except (OSError, EOFError, ValueError) as e:
+            raise BadInput(f"{path} is not a recorded case: {e}") from None
+        for case in cases:
+            if not isinstance(case, dict) or not FIELDS <= case.keys():
+                raise BadInput(f"{path}: a case without some of {', '.join(sorted(FIELDS))}")
+            yield case
 
 
 class CaseBufferType(BufferType):
