@@ -136,6 +136,15 @@ class CGraph:
                     yield "node", t, n_nodes - 1, len(path) + 1
         self._commit(done, nodes, leafs, revisited if compute else (), compute)
 
+    def decisions(self, *tensors: Tensor) -> Iterator[Decision]:
+        """The decisions of `expansion`, to look at: the graph, names and flags stay as they are."""
+        left = sum(t is not None for t in tensors)
+        for kind, t, detail, depth in self.expansion(*tensors):
+            yield kind, t, detail, depth
+            left -= depth == ("leaf", "node").count(kind) and kind != "enter"  # one of `tensors` is done
+            if not left:
+                return
+
     def _commit(self, met: Iterable[Tensor], nodes: list[Tensor], leafs: list[Tensor], revisited: Sequence[Tensor], compute: bool) -> None:
         for kind, new, have in (("node", nodes, self.nodes), ("leaf", leafs, self.leafs)):
             for i, t in enumerate(new, len(have)):

@@ -54,13 +54,18 @@ _MADE: dict[str, Callable[..., Tensor]] = {  # rows whose constructor is not sim
 def to_dict(graph: CGraph) -> dict[str, Any]:
     """The graph as plain data for JSON (and for the snapshot of a `Trace`). Raises ContextClosed."""
     graph.require_open()
-    walk = CGraph(size=MAX_SIZE).expansion(*graph.leafs, *graph.nodes)  # sources first, also of nodes outside a view
-    tensors = [t for kind, t, _, _ in walk if kind in ("leaf", "node")]
+    tensors = all_tensors(graph)
     ids = {t: i for i, t in enumerate(tensors)}
     whole = len(tensors) == len(graph.leafs) + len(graph.nodes)
     return {"format": FORMAT, "version": VERSION, "name": graph.name, "size": graph.size if whole else 0,
             "tensors": [_record(t, ids) for t in tensors],
             "leafs": [ids[t] for t in graph.leafs], "nodes": [ids[t] for t in graph.nodes]}  # fmt: skip
+
+
+def all_tensors(graph: CGraph) -> list[Tensor]:
+    """Every tensor of the record, sources first, also those that stand outside a view; the id of a tensor is its place here."""
+    walk = CGraph(size=MAX_SIZE).decisions(*graph.leafs, *graph.nodes)
+    return [t for kind, t, _, _ in walk if kind in ("leaf", "node")]
 
 
 def to_json(graph: CGraph) -> str:

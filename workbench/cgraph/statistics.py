@@ -77,15 +77,11 @@ class Statistics:
 
 
 def statistics(graph: CGraph) -> Statistics:
-    """Count a graph: ops, work, layers, repeated use, bytes.
-
-    The layer of a node is the number in its name ("ffn_gate-3"), else that of a weight it uses ("blk.3.ffn_gate.weight");
-    a node without a name of its own belongs to the last layer among its sources.
-    """
+    """Count a graph: ops, work, layers (as `layers_of` finds them), repeated use, bytes."""
     s = Statistics(len(graph.nodes), len(graph.leafs))
-    layers: dict[Tensor, int | None] = {t: _named_layer(t) for t in graph.leafs}
+    layers = layers_of(graph)
     for t in graph.nodes:
-        n = layers[t] = _layer(t, layers)
+        n = layers[t]
         for work in (s.ops.setdefault(t.desc, Work()), s.layers.setdefault(n, Work()), s.layer_ops.setdefault((n, t.desc), Work())):
             work.add(t)
         if t.view_src is None and t.op != "NONE":
@@ -102,6 +98,18 @@ def statistics(graph: CGraph) -> Statistics:
     s.repeated = [(t, graph.users(t)) for t in (*graph.leafs, *graph.nodes) if graph.use_count(t) > 1]
     s.repeated.sort(key=lambda x: -len(x[1]))
     return s
+
+
+def layers_of(graph: CGraph) -> dict[Tensor, int | None]:
+    """The layer of each leaf and node, or None.
+
+    It is the number in its name ("ffn_gate-3"), else that of a weight it uses ("blk.3.ffn_gate.weight"); a node without a
+    name of its own belongs to the last layer among its sources.
+    """
+    layers = {t: _named_layer(t) for t in graph.leafs}
+    for t in graph.nodes:
+        layers[t] = _layer(t, layers)
+    return layers
 
 
 def _named_layer(t: Tensor) -> int | None:
