@@ -16,7 +16,8 @@ _HOMES = {  # public name -> the room that holds it
     **dict.fromkeys(["CGraph", "build"], "workbench.cgraph"),
     **dict.fromkeys(["Backend", "BufferType", "CpuBackend"], "workbench.devices"),
     **dict.fromkeys(["GraphAllocator", "GraphRunner", "compute"], "workbench.execution"),
-    **dict.fromkeys(["GGUFFile", "Tokenizer", "open_gguf"], "workbench.models"),
+    **dict.fromkeys(["GGUFFile", "Model", "Sampler", "Session", "Tokenizer", "generate", "load", "open_gguf"], "workbench.models"),
+    **dict.fromkeys(["RouteTrace", "Router", "build_moe_ffn"], "workbench.moe"),
 }
 
 

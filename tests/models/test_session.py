@@ -179,6 +179,42 @@ def test_wrong_requests_are_refused(small, call, says):
         call(s)
 
 
+def test_f32_weights_are_read_in_the_file_and_never_copied(small):
+    with Session(small, n_seq_max=2) as s:
+        tracemalloc.start()
+        try:
+            s.decode_batch([(0, [1, 2, 3]), (1, [4])])
+            s.decode_batch([(0, [5]), (1, [6])])
+            peak = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+        memory = s.memory()
+        assert memory["dequantised weights"] == 0 and memory["weights (mapped)"] == small.nbytes
+        assert peak < 3 * 2**20  # two graphs with their plans
+    assert all(t.storage is small.file.storage for t in small.weights.values())
+
+
+def test_decoded_weights_are_counted_and_bounded(model):
+    with Session(model, backend=CpuBackend(dequant_cache_bytes=2**20)) as s, Session(model) as free:
+        np.testing.assert_array_equal(s.decode(TEXT), free.decode(TEXT))
+        assert 0 < s.memory()["dequantised weights"] <= 2**20 < free.memory()["dequantised weights"]
+
+
+def test_graphs_that_are_no_longer_used_are_dropped(small):
+    with Session(small) as s:
+        for n in range(1, 25):
+            s.reset()
+            want = s.decode(list(range(1, n + 1)))
+        assert len(s._steps) == 16
+        builds = s.n_graph_builds
+        s.reset()
+        np.testing.assert_array_equal(s.decode(list(range(1, 25))), want)
+        assert s.n_graph_builds == builds
+        s.reset()
+        s.decode([1])
+        assert s.n_graph_builds == builds + 1
+
+
 def test_threads_give_the_same_bits(model):
     with Session(model) as one, Session(model, n_threads=2) as two:
         np.testing.assert_array_equal(one.decode(TEXT * 4), two.decode(TEXT * 4))

@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 
 from workbench.errors import FileFormatError, ShapeError
-from workbench.moe import RouteRecorder, Router, RouteTrace
+from workbench.moe import Router, RouteRecorder, RouteTrace
 
 
 def made(n=6, layers=(1, 2), k=2, n_expert=4, **more):

@@ -49,7 +49,11 @@ def run_case(report: Report, model: Model, path: Path) -> None:
         return report.skip(path.name, "flash attention is another graph, which the workbench does not build")
     if case["model"]["arch"] != model.hparams.arch:
         raise BadInput(f"{path.name} was recorded from {case['model']['file']}, not from {model.path.name}")
-    report.case(path.name, differences(case, rebuilt(model, case)))
+    try:
+        found = differences(case, rebuilt(model, case))
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as e:
+        raise BadInput(f"{path.name} is not a recorded graph: {type(e).__name__} {e}") from None
+    report.case(path.name, found)
 
 
 def read_case(path: Path) -> dict[str, Any]:
@@ -68,6 +72,8 @@ def rebuilt(model: Model, case: dict[str, Any]) -> dict[str, Any]:
     """Our graph for the case's configuration, described as the recording describes llama.cpp's."""
     config = case["config"]
     n, pos0 = len(config["tokens"]), config["pos0"]
+    if not 1 <= pos0 + n <= config["n_ctx"] <= 2**20:
+        raise BadInput(f"{pos0} + {n} tokens in a context of {config['n_ctx']}")
     cache = KVCache(model.hparams, config["n_ctx"])
     for first, last in ((0, pos0), (pos0, pos0 + n)):
         seqs, positions = np.zeros(last - first, np.int32), np.arange(first, last)

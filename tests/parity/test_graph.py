@@ -121,6 +121,12 @@ def test_bad_input_is_status_2(tmp_path, data, capsys):
     other.write_text('{"format": "llama-graph-golden/1"}')
     text = tmp_path / "y.json"
     text.write_text("[")
+    for i, change in enumerate([{"n_ctx": 10**15}, {"pos0": -5}, {"tokens": None}]):
+        case = json.loads((data / "goldens/graphs/tiny-mixtral-f16.decode.fa-off.json").read_text())
+        case["config"] |= change
+        (tmp_path / f"c{i}.json").write_text(json.dumps(case))
+        assert graph.main([model, str(tmp_path / f"c{i}.json")]) == 2
+    capsys.readouterr()
     deepseek = data / "goldens/graphs/tiny-deepseek-f16.decode.fa-off.json"
     for args in ([], [model], [model, str(other)], [model, str(text)], [model, str(tmp_path / "none")], [model, str(deepseek)], ["none.gguf", str(deepseek)]):
         assert graph.main(args) == 2

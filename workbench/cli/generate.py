@@ -29,10 +29,10 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("--tokens", type=int, default=64, metavar="N", help="at most so many tokens (default 64)")
     p.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0, the default: always the most likely token")
     p.add_argument("--top-k", type=int, default=0, metavar="K", help="draw among the K most likely tokens (default 0: all)")
-    p.add_argument("--top-p", type=float, default=1.0, metavar="P", help="draw among the fewest tokens that reach probability P (default 1: all)")
+    p.add_argument("--top-p", type=float, default=1.0, metavar="P", help="draw among the fewest that reach probability P (default 1: all)")
     p.add_argument("--seed", type=int, help="the same seed draws the same tokens")
     p.add_argument("--threads", type=int, default=1, metavar="N", help="threads for large products (default 1)")
-    p.add_argument("--rounding", choices=("none", "ggml"), default="none", help="ggml: round activations in products as ggml's CPU code does")
+    p.add_argument("--rounding", choices=("none", "ggml"), default="none", help="ggml: round activations as ggml's products do")
     p.add_argument("--ctx", type=int, metavar="N", help="tokens of context (default: what the model was trained for)")
     p.add_argument("--experts", action="store_true", help="print the experts of each token, layer by layer")
     return p

@@ -87,7 +87,8 @@ class Generation(Iterator[Piece]):
 
 
 def generate(source: Session | Model | str | Path, prompt: str | Sequence[int], n_tokens: int, sampler: Sampler | None = None, *,
-             on_token: Callable[[Piece], Any] | None = None, stop: Stop | None = None, seq: int = 0, **options: Any) -> Generation:  # fmt: skip
+             on_token: Callable[[Piece], Any] | None = None, stop: Stop | None = None, seq: int = 0,
+             **options: Any) -> Generation:  # fmt: skip
     """Continue `prompt` (text or token ids) by up to `n_tokens` tokens; iterate over the result, or call its `run()`.
 
     source: a session, whose sequence `seq` is started anew; or a model or its name, for which a session with `options` is
@@ -135,7 +136,8 @@ def _pieces(session: Session, ids: list[int], n_tokens: int, sampler: Sampler, o
             resource.close()
 
 
-def _tokens(session: Session, ids: list[int], n_tokens: int, sampler: Sampler, stop: Stop | None, seq: int, stats: GenerationStats) -> Iterator[Piece]:
+def _tokens(session: Session, ids: list[int], n_tokens: int, sampler: Sampler, stop: Stop | None, seq: int,
+            stats: GenerationStats) -> Iterator[Piece]:  # fmt: skip
     tokenizer = session.model.tokenizer
     stream = tokenizer.stream()
     session.reset(seq)

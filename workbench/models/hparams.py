@@ -99,7 +99,7 @@ def read_hparams(file: GGUFFile) -> HParams:
     """The hyper-parameters of an open file. Raises ModelError naming key and value where one is missing or absurd."""
     if file.architecture not in ARCHITECTURES:
         raise ModelError(f"key 'general.architecture' of {shown(file.path.name)} is {shown(file.architecture)!r}",
-                         f"one of {', '.join(ARCHITECTURES)}", "`info` shows what is in the file; only these have a graph builder")  # fmt: skip
+                         f"one of {', '.join(ARCHITECTURES)}: these have a graph builder", "`info` shows what is in the file")  # fmt: skip
     deepseek = file.architecture == "deepseek"
     n_embd, n_head = _whole(file, "embedding_length", 2**20), _whole(file, "attention.head_count", 2**12)
     n_head_kv = _whole(file, "attention.head_count_kv", n_head, n_head)
@@ -143,8 +143,9 @@ def require_tensors(file: GGUFFile, hp: HParams) -> None:
     if problems:
         more = [f"… and {len(problems) - MAX_NAMED} more"] if len(problems) > MAX_NAMED else []
         listed = "\n  - ".join(problems[:MAX_NAMED] + more)
-        raise ModelError(f"{len(problems)} tensors of {shown(file.path.name)} do not fit its hyper-parameters:\n  - {listed}",
-                         f"the {len(want)} tensors of a {hp.arch} model", "`info` lists keys and tensors; an old file may hold experts one by one: convert it anew")  # fmt: skip
+        found = f"{len(problems)} tensors of {shown(file.path.name)} do not fit its hyper-parameters:\n  - {listed}"
+        raise ModelError(found, f"the {len(want)} tensors of a {hp.arch} model",
+                         "`info` lists them; convert an old file anew: it may hold experts one by one")  # fmt: skip
 
 
 def _vocab(file: GGUFFile) -> int:
@@ -165,13 +166,13 @@ def _rope_scale(file: GGUFFile) -> float:
 
 
 def _whole(file: GGUFFile, key: str, most: int, default: int | None = None, least: int = 1) -> int:
-    value = file.hparam(key, *(() if default is None else (default,)))
+    value = file.hparam(key) if default is None else file.hparam(key, default)
     _require(file, key, value, least <= value <= most, f"a whole number from {least:,} to {most:,}")
     return value
 
 
 def _number(file: GGUFFile, key: str, least: float, most: float, default: float | None = None) -> float:
-    value = file.hparam(key, *(() if default is None else (default,)), kind=float)
+    value = file.hparam(key, kind=float) if default is None else file.hparam(key, default, float)
     _require(file, key, value, math.isfinite(value) and least <= value <= most, f"a number from {least:g} to {most:g}")
     return value
 

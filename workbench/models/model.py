@@ -43,13 +43,15 @@ class Model:
         return self.weights.get("output.weight", self.weights["token_embd.weight"])
 
     def feed_forward(self, layer: int, suffix: str = "") -> FeedForward:
-        """The matrices of a dense network; suffix "_shexp": of the shared expert."""
-        return FeedForward(*(self.weight(f"ffn_{part}{suffix}", layer) for part in ("gate", "up", "down")))
+        """The matrices of a dense network; suffix "_shexp": of the shared expert, "_exps": of all experts, merged."""
+        gate, up, down = (self.weight(f"ffn_{part}{suffix}", layer) for part in ("gate", "up", "down"))
+        return FeedForward(gate, up, down)
 
     def experts(self, layer: int) -> ExpertWeights:
         """The merged matrices of a layer's experts."""
         shared = self.feed_forward(layer, "_shexp") if self.hparams.n_expert_shared else None
-        return ExpertWeights(*(self.weight(f"ffn_{part}_exps", layer) for part in ("gate", "up", "down")), shared)
+        merged = self.feed_forward(layer, "_exps")
+        return ExpertWeights(merged.gate, merged.up, merged.down, shared)
 
     @functools.cached_property
     def tokenizer(self) -> Tokenizer:

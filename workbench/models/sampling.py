@@ -41,12 +41,13 @@ class Sampler:
         if self.temperature == 0:
             return int(logits.argmax())
         tokens, p = self.candidates(logits)
-        return int(tokens[min(np.searchsorted(p.cumsum(), self.rng.random(), "right"), len(p) - 1)])
+        drawn = int(np.searchsorted(p.cumsum(), self.rng.random(), "right"))
+        return int(tokens[min(drawn, len(p) - 1)])
 
     def candidates(self, logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The tokens that may be drawn, most likely first, and their probabilities."""
         if self.temperature == 0:
-            return logits.argmax(keepdims=True), np.ones(1)
+            return np.array([logits.argmax()]), np.ones(1)
         tokens = np.argsort(-logits, kind="stable")[: self.top_k or None]
         x = logits[tokens].astype(np.float64)
         if self.top_p < 1:

@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 
 from workbench.devices import Backend
-from workbench.errors import ModelError, ParameterError
+from workbench.errors import ModelError, ParameterError, shown
 from workbench.execution import GraphAllocator
 from workbench.models.kv_cache import KVCache
 from workbench.models.model import Model
 from workbench.models.transformer import StepGraph, build_step
 from workbench.moe import RouteRecorder, RouteTrace
 
-MAX_GRAPHS = 64
+MAX_GRAPHS = 16
 """Graphs kept for reuse; beyond that the one that was not used for longest is dropped."""
 
 
@@ -48,7 +48,7 @@ class Session:
         self.n_ctx, self.n_batch = self.cache.n_ctx, min(n_batch, self.cache.n_ctx)
         self.n_graph_builds = self.n_graph_reuses = self.n_plans = 0
         self.recording = recording
-        self._recorder = RouteRecorder(model.hparams.moe_layers, model.hparams.router) if model.hparams.n_expert else None
+        self._recorder = RouteRecorder(model.hparams.moe_layers, model.hparams.router) if model.hparams.moe_layers else None
         self._next = [0] * n_seq_max
         self._steps: dict[tuple[int, int, int, bool], tuple[StepGraph, Any]] = {}
         self._memory: dict[bool, GraphAllocator] = {}
@@ -107,7 +107,7 @@ class Session:
     def routes(self) -> RouteTrace:
         """What was recorded while `recording` was on. Raises ModelError for a model without experts."""
         if self._recorder is None:
-            raise ModelError(f"{self.model.name} has no experts", "a mixture-of-experts model", "tiny-mixtral-f16, for example")
+            raise ModelError(f"{shown(self.model.name)} has no experts", "a mixture-of-experts model", "tiny-mixtral-f16, for example")
         return self._recorder.trace()
 
     def clear_routes(self) -> None:
@@ -138,7 +138,7 @@ class Session:
         self.close()
 
     def __repr__(self) -> str:
-        return f"<Session of {self.model.name!r}, {self.cache.n_used} of {self.n_ctx} cells used, {len(self._steps)} graphs>"
+        return f"<Session of {shown(self.model.name)!r}, {self.cache.n_used} of {self.n_ctx} cells used, {len(self._steps)} graphs>"
 
     # ---- inside
 
@@ -158,7 +158,8 @@ class Session:
             if ids.ndim != 1 or not ids.size or ids.dtype.kind not in "iu":
                 raise ParameterError(f"tokens {given!r:.60}", "a list of one or more token ids")
             if not (0 <= ids.min() and ids.max() < self.model.hparams.n_vocab):
-                raise ParameterError(f"token ids from {ids.min()} to {ids.max()}", f"0 to {self.model.hparams.n_vocab - 1}", "encode text with model.tokenizer")
+                raise ParameterError(f"token ids from {ids.min()} to {ids.max()}", f"0 to {self.model.hparams.n_vocab - 1}",
+                                     "encode text with model.tokenizer")  # fmt: skip
             tokens.append(ids)
             seqs.append(np.full(len(ids), seq))
             positions.append(self._next[seq] + np.arange(len(ids)))
@@ -171,7 +172,8 @@ class Session:
             raise ParameterError(f"sequence {seq}", f"0 to {self.n_seq_max - 1}", "Session(model, n_seq_max=…) allows more")
         return seq
 
-    def _run(self, tokens: np.ndarray, seqs: np.ndarray, positions: np.ndarray, cells: np.ndarray, wanted: np.ndarray, pad: bool) -> np.ndarray:
+    def _run(self, tokens: np.ndarray, seqs: np.ndarray, positions: np.ndarray, cells: np.ndarray, wanted: np.ndarray,
+             pad: bool) -> np.ndarray:  # fmt: skip
         """One graph run; the logits of the wanted rows."""
         n, recording = len(tokens), self.recording and self._recorder is not None
         out_ids = np.arange(n) if recording else np.flatnonzero(wanted)

@@ -82,7 +82,7 @@ class RouteTrace:
 
     def save(self, path: str | Path) -> None:
         """Store as `.npz`."""
-        extra = {} if self.domains is None else {"domains": self.domains, "domain_names": np.array(self.domain_names)}
+        extra: dict[str, Any] = {} if self.domains is None else {"domains": self.domains, "domain_names": np.array(self.domain_names)}
         np.savez_compressed(path, experts=self.experts, weights=self.weights, layers=self.layers, tokens=self.tokens,
                             positions=self.positions, sequences=self.sequences, n_expert=self.n_expert, **extra)  # fmt: skip
 
@@ -100,7 +100,8 @@ class RouteTrace:
         try:
             return _from_shipped(data) if "moe_layers" in data else _from_saved(data)
         except (KeyError, IndexError, ValueError) as e:
-            raise FileFormatError(f"{path} is not a route trace: {e}", "a file written by RouteTrace.save, or a shipped `*_trace.npz`") from None
+            raise FileFormatError(f"{path} is not a route trace: {e}",
+                                  "a file written by RouteTrace.save, or a shipped `*_trace.npz`") from None  # fmt: skip
 
 
 def _from_saved(data: dict[str, np.ndarray]) -> RouteTrace:
@@ -113,9 +114,12 @@ def _from_shipped(data: dict[str, np.ndarray]) -> RouteTrace:
     experts, probs = data["experts"], data["probs"]
     flat = (experts.shape[0], n_seq * length, experts.shape[-1])
     n_expert = int(data["n_expert"]) if "n_expert" in data else int(experts.max()) + 1
-    return RouteTrace(experts.reshape(flat), probs.astype(np.float32).reshape(flat), data["moe_layers"], data["tokens"].ravel().astype(np.int32),
-                      np.tile(np.arange(length, dtype=np.int32), n_seq), np.repeat(np.arange(n_seq, dtype=np.int32), length),
-                      n_expert, np.repeat(data["domain"], length), tuple(str(n) for n in data["domain_names"]))  # fmt: skip
+    return RouteTrace(
+        experts=experts.reshape(flat), weights=probs.astype(np.float32).reshape(flat), layers=data["moe_layers"],
+        tokens=data["tokens"].ravel().astype(np.int32), positions=np.tile(np.arange(length, dtype=np.int32), n_seq),
+        sequences=np.repeat(np.arange(n_seq, dtype=np.int32), length), n_expert=n_expert,
+        domains=np.repeat(data["domain"], length), domain_names=tuple(str(n) for n in data["domain_names"]),
+    )  # fmt: skip
 
 
 class RouteRecorder:
