@@ -34,7 +34,6 @@ from workbench.tensors.tensor import MAX_SRC, Flag, Tensor, extents
 FORMAT, VERSION = "workbench.graph", 1
 MAX_INT, MAX_SIZE, MAX_NAME = 2**63 - 1, 2**31 - 1, 4096
 _FLAGS = {f.name.lower(): f for f in Flag if f.name}
-_FIELDS = {"name", "op", "type", "ne", "nb", "src", "params", "flags"}
 _MADE: dict[str, Callable[..., Tensor]] = {  # rows whose constructor is not simply called with (*src, **params)
     "SCALE": lambda r, a, scale, bias: ops.scale(a, scale, bias),
     "SOFT_MAX": lambda r, a, mask=None, sinks=None, **p: ops.soft_max_ext(a, mask, p["scale"], p["max_bias"], sinks),
@@ -114,59 +113,62 @@ def from_dict(data: Any, context: Context | None = None) -> CGraph:
     return kept
 
 
+def _whole(v: Any, most: int) -> bool:
+    return isinstance(v, int) and not isinstance(v, bool) and 0 <= v <= most
+
+
+def _wholes(v: Any, most: int, n: int | None = None) -> bool:
+    return isinstance(v, list) and n in (None, len(v)) and all(_whole(x, most) for x in v)
+
+
+def _text(v: Any, _: int = 0) -> bool:
+    return isinstance(v, str) and len(v) <= MAX_NAME
+
+
+_Rules = dict[str, tuple[Callable[[Any, int], bool], str]]
+_FILE: _Rules = {  # what each field of the file must be; n is the number of tensors
+    "format": (lambda v, n: v == FORMAT, f'"{FORMAT}"'),
+    "version": (lambda v, n: _whole(v, VERSION) and v == VERSION, f"version {VERSION}"),
+    "name": (_text, f"text of at most {MAX_NAME} characters"),
+    "size": (lambda v, n: _whole(v, MAX_SIZE), f"a whole number up to {MAX_SIZE}"),
+    "tensors": (lambda v, n: isinstance(v, list), "a list of objects"),
+    "leafs": (lambda v, n: _wholes(v, n - 1), "a list of ids of tensors"),
+    "nodes": (lambda v, n: _wholes(v, n - 1), "a list of ids of tensors"),
+}
+_TENSOR: _Rules = {  # what each field of tensor i must be
+    "name": (_text, f"text of at most {MAX_NAME} characters"),
+    "op": (lambda v, i: isinstance(v, str) and (v == "NONE" or v in OPS), "NONE or a name of the op table"),
+    "type": (lambda v, i: isinstance(v, str) and v in DTYPES, "one of " + ", ".join(DTYPES)),
+    "ne": (lambda v, i: _wholes(v, MAX_INT, 4), "four whole numbers"),
+    "nb": (lambda v, i: _wholes(v, MAX_INT, 4), "four whole numbers"),
+    "src": (lambda v, i: isinstance(v, list) and len(v) <= MAX_SRC and all(s is None or _whole(s, i) for s in v),
+            f"at most {MAX_SRC} ids of earlier tensors (a later one would be a cycle)"),
+    "params": (lambda v, i: isinstance(v, dict), "an object"),
+    "flags": (lambda v, i: isinstance(v, list) and all(isinstance(f, str) and f in _FLAGS for f in v), "some of " + ", ".join(_FLAGS)),
+    "view": (lambda v, i: _wholes(v, MAX_INT, 2) and v[0] < i, "[an earlier tensor that owns the memory, byte offset]"),
+}  # fmt: skip
+
+
+def _follow(rules: _Rules, data: Any, n: int, where: str, optional: tuple[str, ...] = ()) -> None:
+    if not isinstance(data, dict) or set(data) | set(optional) != set(rules) | set(optional):
+        _wrong(where, "an object with the fields " + ", ".join(rules))
+    for field, (holds, expected) in rules.items():
+        if field in data and not holds(data[field], n):
+            _wrong(f"{where}: {field} {shown(data[field])}", expected)
+
+
 def _checked_file(data: Any) -> list[dict[str, Any]]:
-    if not isinstance(data, dict) or data.get("format") != FORMAT:
-        _wrong("the file", f'an object with "format": "{FORMAT}"')
-    if data.get("version") != VERSION or isinstance(data["version"], bool):
-        _wrong(f"version {shown(data.get('version'))}", f"version {VERSION}")
-    if set(data) != {"format", "version", "name", "size", "tensors", "leafs", "nodes"}:
-        _wrong(f"the set of fields {shown(sorted(data))}", "format, version, name, size, tensors, leafs, nodes")
-    _text(data["name"], "name")
-    _whole(data["size"], "size", MAX_SIZE)
-    records = data["tensors"]
-    if not isinstance(records, list):
-        _wrong("tensors", "a list")
-    for i, r in enumerate(records):
-        _check_record(i, r)
-    for part in ("leafs", "nodes"):
-        ids = _list(data[part], part, min(len(records), data["size"] or MAX_SIZE))
-        for i in ids:
-            _whole(i, f"an id in {part}", len(records) - 1)
+    tensors = data.get("tensors") if isinstance(data, dict) else None
+    _follow(_FILE, data, len(tensors) if isinstance(tensors, list) else 0, "the file")
+    for i, r in enumerate(data["tensors"]):
+        _follow(_TENSOR, r, i, f"tensor {i}", optional=("view",))
     listed = data["leafs"] + data["nodes"]
     if len(set(listed)) != len(listed):
         _wrong("leafs and nodes", "each id once")
-    if data["size"] and len(listed) < len(records):
-        _wrong(f"{len(listed)} of {len(records)} tensors in leafs and nodes", "all of them (a part of a graph has size 0)")
-    return records
-
-
-def _check_record(i: int, r: Any) -> None:
-    where = f"tensor {i}"
-    if not isinstance(r, dict) or not _FIELDS <= set(r) <= _FIELDS | {"view"}:
-        _wrong(where, "an object with " + ", ".join(sorted(_FIELDS)) + " and at most view")
-    _text(r["name"], f"{where}: name")
-    if not isinstance(r["op"], str) or r["op"] != "NONE" and r["op"] not in OPS:
-        _wrong(f"{where}: op {shown(r['op'])}", "NONE or a name of the op table")
-    if not isinstance(r["type"], str) or r["type"] not in DTYPES:
-        _wrong(f"{where}: type {shown(r['type'])}", "one of " + ", ".join(DTYPES))
-    for field in ("ne", "nb"):
-        if len(_list(r[field], f"{where}: {field}", 4)) != 4:
-            _wrong(f"{where}: {field}", "four numbers")
-        for n in r[field]:
-            _whole(n, f"{where}: {field}", MAX_INT)
-    for s in _list(r["src"], f"{where}: src", MAX_SRC):
-        if s is not None:
-            _whole(s, f"{where}: a source", i if r["op"] == "CPY" else i - 1, "an earlier tensor (a later one would be a cycle)")
-    flags = _list(r["flags"], f"{where}: flags", len(_FLAGS))
-    if not all(isinstance(f, str) and f in _FLAGS for f in flags):
-        _wrong(f"{where}: flags {shown(flags)}", "some of " + ", ".join(_FLAGS))
-    if not isinstance(r["params"], dict):
-        _wrong(f"{where}: params", "an object")
-    if "view" in r:
-        if len(_list(r["view"], f"{where}: view", 2)) != 2:
-            _wrong(f"{where}: view", "[owner, byte offset]")
-        _whole(r["view"][0], f"{where}: the owner of a view", i - 1, "an earlier tensor")
-        _whole(r["view"][1], f"{where}: the offset of a view", MAX_INT)
+    if data["size"] and (len(listed) < len(data["tensors"]) or max(len(data["leafs"]), len(data["nodes"])) > data["size"]):
+        _wrong(f"size {data['size']} for {len(data['tensors'])} tensors, {len(listed)} of them in leafs and nodes",
+               "room for all, and all of them there (only a part of a graph has size 0)")  # fmt: skip
+    return data["tensors"]
 
 
 def _made(data: dict[str, Any], records: list[dict[str, Any]], context: Context) -> CGraph:
@@ -263,32 +265,13 @@ def _check_order(graph: CGraph, made: list[Tensor]) -> None:
 
 def _value(v: Any) -> Any:
     """A parameter as its constructor takes it."""
-    if isinstance(v, dict):
-        if set(v) != {"float"} or v["float"] not in ("inf", "-inf", "nan"):
-            _wrong(f"parameter {shown(v)}", '{"float": "inf"}, "-inf" or "nan"')
+    if isinstance(v, dict) and set(v) == {"float"} and v["float"] in ("inf", "-inf", "nan"):
         return float(v["float"])
-    if isinstance(v, list):
-        return tuple(_whole(x, "a parameter", MAX_INT) for x in v)
-    if v is None or isinstance(v, str) and len(v) > MAX_NAME or isinstance(v, int) and abs(v) > MAX_INT:
-        _wrong(f"parameter {shown(v)}", "a number, a word or a list of whole numbers")
-    return v
-
-
-def _whole(v: Any, where: str, most: int, expected: str = "") -> int:
-    if not isinstance(v, int) or isinstance(v, bool) or not 0 <= v <= most:
-        _wrong(f"{where} {shown(v)}", expected or f"a whole number from 0 to {most}")
-    return v
-
-
-def _list(v: Any, where: str, longest: int) -> list[Any]:
-    if not isinstance(v, list) or len(v) > longest:
-        _wrong(where, f"a list of at most {longest} entries")
-    return v
-
-
-def _text(v: Any, where: str) -> None:
-    if not isinstance(v, str) or len(v) > MAX_NAME:
-        _wrong(where, f"text of at most {MAX_NAME} characters")
+    if isinstance(v, list) and _wholes(v, MAX_INT):
+        return tuple(v)
+    if _text(v) or isinstance(v, float) or isinstance(v, int) and abs(v) <= MAX_INT:
+        return v
+    _wrong(f"parameter {shown(v)}", 'a number, a word, a list of whole numbers, or {"float": "inf"}, "-inf", "nan"')
 
 
 def _no_constant(name: str) -> NoReturn:
