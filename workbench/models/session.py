@@ -73,6 +73,7 @@ class Session:
                              f"at most {self.n_ctx - self.cache.n_used} tokens",
                              "session.reset(seq) frees a sequence; Session(model, n_ctx=…) makes a larger context")  # fmt: skip
         steps = len(tokens) == len(entries)
+        recorded = len(self._recorder) if self._recorder is not None else 0
         taken: list[np.ndarray] = []
         logits: list[np.ndarray] = []
         try:
@@ -83,6 +84,8 @@ class Session:
         except BaseException:
             for cells in taken:
                 self.cache.give_back(cells)
+            if self._recorder is not None:
+                self._recorder.keep(recorded)
             raise
         for seq, given in entries:
             self._next[seq] += len(given)

@@ -145,6 +145,15 @@ class RouteRecorder:
         self._weights: list[np.ndarray] = []
         self._rows: list[np.ndarray] = []
 
+    def __len__(self) -> int:
+        """Runs recorded so far."""
+        return len(self._rows)
+
+    def keep(self, n_runs: int) -> None:
+        """Forget what was recorded after the first `n_runs` runs."""
+        for kept in (self._experts, self._weights, self._rows):
+            del kept[n_runs:]
+
     def add(self, routings: Sequence[Routing], rows: np.ndarray, skip: int = 0) -> None:
         """Record a run: the routings of all layers and one row (token, position, sequence) per token; `skip` leading ones pad."""
         k = self.router.n_used
