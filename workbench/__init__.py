@@ -13,7 +13,7 @@ __version__ = "0.1.0"
 _HOMES = {  # public name -> the room that holds it
     **dict.fromkeys(["Context", "DType", "Flag", "Tensor", "Usage", "dtype", "OPS"], "workbench.tensors"),
     "ops": "workbench.tensors.ops",
-    **dict.fromkeys(["CGraph", "build"], "workbench.cgraph"),
+    **dict.fromkeys(["CGraph", "build", "statistics"], "workbench.cgraph"),
     **dict.fromkeys(["Backend", "BufferType", "CpuBackend"], "workbench.devices"),
     **dict.fromkeys(["GraphAllocator", "GraphRunner", "compute"], "workbench.execution"),
     **dict.fromkeys(["GGUFFile", "Model", "Sampler", "Session", "Tokenizer", "generate", "load", "open_gguf"], "workbench.models"),
