@@ -87,9 +87,7 @@ def compare(table: Table, case: str, peer: Callable[[], object], ours: Callable[
 
 def duration(seconds: float) -> str:
     """Seconds in a unit that fits."""
-    for unit, factor in (("s", 1), ("ms", 1e3), ("µs", 1e6)):
-        if seconds * factor >= 1:
-            break
+    unit, factor = ("s", 1) if seconds >= 1 else ("ms", 1e3) if seconds >= 1e-3 else ("µs", 1e6)
     return f"{seconds * factor:.2f} {unit}"
 
 
