@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from tests.kernels.running import (
     agrees,
     cases,
@@ -15,7 +16,6 @@ from tests.kernels.running import (
     shapes,
     sources_and_result,
 )
-
 from workbench.errors import DTypeError, ParameterError, ShapeError
 from workbench.tensors import OPS, Context, Tensor, ops
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from workbench.kernels.kernel import Step
+from workbench.kernels.kernel import NUMPY_BUFFER, Step
 
 
 class Workers:
@@ -91,6 +91,7 @@ class _Shift:
 
     def work(self, helper: int) -> None:
         with np.errstate(all="ignore"):  # as in C: inf and nan are results
+            np.setbufsize(NUMPY_BUFFER)
             while True:
                 self.start[helper].acquire()
                 if self.closing:

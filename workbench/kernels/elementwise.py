@@ -41,16 +41,16 @@ def add_id(xp: ModuleType, a: Any, b: Any, ids: Any, *, out: Any) -> None:
 # ---- functions of one element
 
 
-def _ufunc(name: str) -> Callable[..., None]:
+def _function(name: str) -> Callable[..., None]:
     def run(xp: ModuleType, a: Any, *, out: Any, unary: str = "") -> None:
         getattr(xp, name)(a, out)
 
     return run
 
 
-for _name, _function in {"SQR": "square", "SQRT": "sqrt", "LOG": "log", "ABS": "absolute", "NEG": "negative",
-                         "TANH": "tanh", "EXP": "exp"}.items():  # fmt: skip
-    kernel(_name, ufunc=_function, cut="elements")(_ufunc(_function))
+for _name, _ufunc in {"SQR": "square", "SQRT": "sqrt", "LOG": "log", "ABS": "absolute", "NEG": "negative",
+                      "TANH": "tanh", "EXP": "exp"}.items():  # fmt: skip
+    kernel(_name, ufunc=_ufunc, cut="elements")(_function(_ufunc))
 
 
 @kernel("RELU", cut="elements")

@@ -6,12 +6,14 @@ with all four dimensions in NumPy's order (ne3, ne2, ne1, ne0). Rules:
 - `out` may be the very memory of an operand with the same layout (ggml's in-place reuse): read before you overwrite.
 - No allocation that grows with the data: temporaries come from `scratch`, whose size `work(node)` states in bytes.
 - `params` are the node's op parameters by name. Types without a NumPy dtype come as `blocks.Rows`, absent sources as None.
-- inf and NaN are results, not mistakes: whoever runs kernels does so under `np.errstate(all="ignore")`.
+- inf and NaN are results, not mistakes: whoever runs kernels does so under `np.errstate(all="ignore")`
+  and `np.setbufsize(NUMPY_BUFFER)`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
@@ -24,31 +26,36 @@ from workbench.tensors.tensor import Tensor
 
 Step = Callable[[], Any]
 
+NUMPY_BUFFER = 4096
+"""Elements that NumPy buffers per operand which it converts or gathers (`np.setbufsize`, set by whoever runs kernels).
+Its own 8192 would allow three operands 96 KB, more than a steady-state run may take."""
+
 
 class Scratch:
     """A piece of the work buffer (`ggml_compute_params.wdata`) from which a kernel carves its temporaries."""
 
     def __init__(self, memory: Any) -> None:
         self.memory = memory
-        self._carved: dict[Any, list[Any]] = {}
+        self._carved: dict[tuple[tuple[tuple[int, ...], Any], ...], list[Any]] = {}
 
     def arrays(self, *wanted: tuple[tuple[int, ...], Any]) -> list[Any]:
-        """One array per (shape, dtype), side by side, 64-byte aligned; their contents are undefined."""
-        if wanted in self._carved:
-            return self._carved[wanted]
-        out, at = [], 0
+        """One array per (shape, dtype), side by side, 64-byte aligned; their contents are undefined.
+
+        The same wish is answered with the same arrays, so that a plan that runs again makes none.
+        """
+        found = self._carved.get(wanted)
+        if found is None:
+            found = self._carved[wanted] = list(self._carve(wanted))
+        return found
+
+    def _carve(self, wanted: tuple[tuple[tuple[int, ...], Any], ...]) -> Iterator[Any]:
+        at = 0
         for shape, dt in wanted:
-            n = 1
-            for s in shape:
-                n *= s
-            nbytes = n * _itemsize(dt)
+            nbytes = math.prod(shape) * _itemsize(dt)
             if at + nbytes > self.memory.size:
                 raise AssertionError(f"scratch of {self.memory.size} bytes is too small: {wanted}")
-            out.append(self.memory[at : at + nbytes].view(dt).reshape(shape))
+            yield self.memory[at : at + nbytes].view(dt).reshape(shape)
             at += -(-nbytes // 64) * 64
-        if len(self._carved) < 8:  # a plan runs the same kernel with the same piece each time; carving costs 1 µs an array
-            self._carved[wanted] = out
-        return out
 
     def array(self, shape: tuple[int, ...], dt: Any = "f4") -> Any:
         """One array of this shape."""

@@ -221,16 +221,17 @@ def rope(
         halves = x[..., first], x[..., second], y[..., first], y[..., second]
         if narrow:
             t[2][...], t[3][...] = halves[:2]
-            _turn(xp, *t[2:6], cos, sin, *t[:2])
+            _turn(xp, t[2:6], cos, sin, t[0], t[1])
             halves[2][...], halves[3][...] = t[4:6]
         else:
-            _turn(xp, *halves, cos, sin, *t)
+            _turn(xp, halves, cos, sin, t[0], t[1])
     if n_dims < a.shape[-1]:
         out[..., n_dims:] = a[..., n_dims:]
 
 
-def _turn(xp: ModuleType, x0: Any, x1: Any, y0: Any, y1: Any, cos: Any, sin: Any, t0: Any, t1: Any) -> None:
-    """y may be the memory of x: all products that still need x0 come first."""
+def _turn(xp: ModuleType, halves: Any, cos: Any, sin: Any, t0: Any, t1: Any) -> None:
+    """(x0, x1) to (y0, y1), which may be the same memory: both products with sin come first."""
+    x0, x1, y0, y1 = halves
     xp.multiply(x0, sin, t0)
     xp.multiply(x1, sin, t1)
     xp.multiply(x0, cos, y0)

@@ -50,6 +50,8 @@ class OpSpec:
     without: dict[str, str] = field(default_factory=dict)
 
 
+GRADIENTS_LATER = "comes with gradients"
+
 OPS: dict[str, OpSpec] = {}
 """Every op by its telling name."""
 
@@ -58,4 +60,5 @@ def op(name: str, summary: str, *, of: str = "", **columns: Any) -> OpSpec:
     """Add a row to the table and return it. `of` is ggml's op where it is shared: `op("SILU", …, of="UNARY")`."""
     assert name not in OPS, f"two rows for {name}"
     OPS[name] = OpSpec(name, of or name, summary, **columns)
+    OPS[name].without.setdefault("backward", GRADIENTS_LATER)
     return OPS[name]

@@ -18,7 +18,7 @@ SUB = op("SUB", "a - b, b repeated over a", in_place=True)
 MUL = op("MUL", "a * b, b repeated over a", in_place=True)
 DIV = op("DIV", "a / b, b repeated over a", in_place=True)
 ADD_ID = op("ADD_ID", "row (i, t) of a plus row ids[i, t] of b", in_place=True,
-            moved=lambda node: 3 * node.nbytes + node.src[2].nbytes)  # type: ignore[union-attr] # fmt: skip
+            moved=lambda node: 3 * node.nbytes + node.src[2].nbytes)  # fmt: skip
 
 _PAIRS = {("f32", "f32"), ("f16", "f16"), ("f16", "f32")}
 

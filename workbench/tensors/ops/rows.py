@@ -149,6 +149,9 @@ def rope(a: Tensor, pos: Tensor, n_dims: int, mode: int = 0, freq_factors: Tenso
         raise ParameterError(f"ROPE: n_dims={n_dims} for rows of {a.ne[0]}", f"an even number from 2 to {a.ne[0]}")
     if pos.ne != (a.ne[2], 1, 1, 1):
         raise ShapeError(f"ROPE: pos.ne={pos.ne} for a.ne={a.ne}", f"({a.ne[2]}, 1, 1, 1): a position per token of a")
+    if ext_factor and n_ctx_orig <= 0:
+        raise ParameterError(f"ROPE: ext_factor={ext_factor} with n_ctx_orig={n_ctx_orig}",
+                             "n_ctx_orig above 0: YaRN needs the length of the training context")  # fmt: skip
     if freq_factors is not None:
         require_type("ROPE", "freq_factors", freq_factors, "f32")
         if freq_factors.ne[0] < n_dims // 2:
@@ -231,7 +234,7 @@ def concat(a: Tensor, b: Tensor, dim: int) -> Tensor:
     if any(a.ne[i] != b.ne[i] for i in range(4) if i != dim):
         raise ShapeError(f"CONCAT along {dim}: a.ne={a.ne}, b.ne={b.ne}", f"equal extents except along dimension {dim}")
     ne = tuple(n + (b.ne[i] if i == dim else 0) for i, n in enumerate(a.ne))
-    return result(a.dtype, ne, op="CONCAT", spec=CONCAT, src=(a, b), params={"dim": int(dim)})  # type: ignore[arg-type]
+    return result(a.dtype, ne, op="CONCAT", spec=CONCAT, src=(a, b), params={"dim": int(dim)})
 
 
 # ---- loss
