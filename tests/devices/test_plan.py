@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tests.devices.every_op import MAKERS, graph_of, moe_layer
-from workbench import OPS, Context, Flag, build, ops
+from workbench import OPS, CGraph, Context, Flag, build, ops
 from workbench.devices import HOST_MEMORY, CpuBackend
 from workbench.devices import plan as planning
 from workbench.devices.threads import SINGLE_THREADED_BLAS
@@ -67,6 +67,15 @@ def test_a_closed_context_is_named_with_the_tensor(when):
     weights.close()
     with pytest.raises(ContextClosed, match=r"'norm.weight'.*'weights'"):
         plan.run() if plan else CpuBackend().plan(graph)
+
+
+def test_a_graph_ends_with_its_own_context(ctx):
+    home = Context(name="graphs")
+    graph = CGraph(home).build_forward_expand(ops.neg(ctx.from_numpy(np.ones(4, np.float32))))
+    plan = CpuBackend().plan(graph)
+    home.close()
+    with pytest.raises(ContextClosed, match="'graphs'"):
+        plan.run()
 
 
 def test_a_reset_context_ends_its_tensors():

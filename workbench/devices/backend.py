@@ -7,8 +7,10 @@ and the same kernels serve the host, simulated devices and CUDA.
 from __future__ import annotations
 
 import enum
+import functools
+import weakref
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -17,9 +19,9 @@ import numpy as np
 from workbench.errors import AllocationError, ParameterError, UnsupportedOp, shown
 from workbench.tensors.storage import HostStorage, Storage, Usage
 from workbench.tensors.tensor import Tensor
+from workbench.trace import Trace
 
 if TYPE_CHECKING:
-    from workbench.cgraph import CGraph
     from workbench.devices.plan import Plan
     from workbench.kernels.weights import WeightSource
 
@@ -91,6 +93,20 @@ class BufferType:
         return f"<BufferType {self.name}, aligned to {self.alignment}{limit}{', host' if self.is_host else ''}>"
 
 
+class Event(Protocol):
+    """A point in the work of a device that host and other devices can wait for (`ggml_backend_event`)."""
+
+    name: str
+
+    def record(self) -> None:
+        """Mark the work asked for so far (`ggml_backend_event_record`)."""
+        ...
+
+    def synchronize(self) -> None:
+        """Let the host wait for the mark (`ggml_backend_event_synchronize`)."""
+        ...
+
+
 HOST_MEMORY = BufferType("CPU", alignment=32)
 """Ordinary host memory (`ggml_backend_cpu_buffer_type`): tensors start at multiples of 32 bytes."""
 HOST_HANDED_IN = BufferType("CPU_Mapped", alignment=32)
@@ -102,11 +118,52 @@ def buffer_type_of(storage: Storage) -> BufferType:
     return getattr(storage, "buffer_type", HOST_HANDED_IN)
 
 
+class NodeList(Protocol):
+    """What a plan needs of a graph: its nodes, and that their contexts are open."""
+
+    nodes: list[Tensor]
+
+    def require_open(self) -> None:
+        """Raise ContextClosed where a context was closed."""
+        ...
+
+
+def write_tensor(tensor: Tensor, data: np.ndarray, offset: int = 0, trace: Trace | None = None) -> None:
+    """Write host bytes into a tensor at once (`ggml_backend_tensor_set`); `offset` counts from its first byte."""
+    storage = tensor.require_data()
+    if trace is not None:
+        trace.add("set", memory=buffer_type_of(storage).name, name=tensor.name, offset=offset, bytes=data.nbytes)
+    storage.write(tensor.offset + offset, data)
+
+
+def read_tensor(tensor: Tensor, trace: Trace | None = None) -> np.ndarray:
+    """The bytes of a tensor, at once (`ggml_backend_tensor_get`)."""
+    storage = tensor.require_data()
+    if trace is not None:
+        trace.add("get", memory=buffer_type_of(storage).name, name=tensor.name, offset=0, bytes=tensor.nbytes)
+    return storage.read(tensor.offset, tensor.nbytes)
+
+
+def copy_tensor(tensor: Tensor, copy: Tensor, trace: Trace | None = None) -> None:
+    """Copy between any two memories at once (`ggml_backend_tensor_copy`): through the host side where there is one, by
+    the target's own hook where it has one, else out to the host and in again."""
+    source, target = tensor.require_data(), copy.require_data()
+    if source.is_host:
+        write_tensor(copy, source.host_bytes()[tensor.offset : tensor.offset + tensor.nbytes], 0, trace)
+    elif target.is_host:
+        target.write(copy.offset, read_tensor(tensor, trace))
+    else:
+        hook = getattr(target, "copy_from", None)
+        if hook is None or not hook(tensor, copy, trace):
+            write_tensor(copy, read_tensor(tensor, trace), 0, trace)
+
+
 class Backend:
     """A device together with the code that computes on it (`ggml_backend`).
 
     Subclasses set name, device_type, buffer_type and xp (the array library of the kernels) and override `operand`,
-    `why_unsupported` and `work_memory`. `can_async` and `can_events` say whether the device has streams and events.
+    `why_unsupported` and `work_memory`. Streams and events are abilities: without them the calls below wait or decline.
+    trace: where its calls are recorded, or None.
     """
 
     name: str
@@ -115,9 +172,8 @@ class Backend:
     xp: ModuleType = np
     n_threads = 1
     activation_rounding = "none"
-    lock: AbstractContextManager[Any]  # held while a graph is computed
-    can_async = False
-    can_events = False
+    lock: AbstractContextManager[Any] = nullcontext()  # held while a graph is computed
+    trace: Trace | None = None
 
     def why_unsupported(self, node: Tensor) -> str:
         """The reason why this backend cannot compute `node`; empty where it can."""
@@ -169,19 +225,63 @@ class Backend:
         """Run every task of one node; `tasks[w]` are the calls as worker `w` makes them (n_threads > 1 only)."""
         raise NotImplementedError
 
-    def plan(self, graph: CGraph) -> Plan:
+    @functools.cached_property
+    def _plans(self) -> weakref.WeakKeyDictionary[Any, Plan]:
+        return weakref.WeakKeyDictionary()
+
+    def plan(self, graph: NodeList) -> Plan:
         """Bind every node of the graph to its kernel, once (`ggml_backend_graph_plan_create`)."""
         from workbench.devices.plan import Plan
 
         return Plan(self, graph)
 
-    def compute(self, graph: CGraph) -> None:
+    def compute(self, graph: NodeList) -> None:
         """Compute all nodes of a graph whose tensors have memory (`ggml_backend_graph_compute`)."""
         self.plan(graph).run()
         self.synchronize()
 
+    # ---- asynchronous work: a backend without a stream does it at once
+
+    def compute_async(self, graph: NodeList) -> None:
+        """Ask for all nodes of a graph (`ggml_backend_graph_compute_async`)."""
+        plan = self._plans.get(graph)
+        if plan is None or not plan.fits():
+            plan = self._plans[graph] = self.plan(graph)
+        self._log_launch(graph.nodes)
+        plan.execute()
+
+    def set_async(self, tensor: Tensor, data: np.ndarray, offset: int = 0) -> None:
+        """Ask for host bytes to be written at `offset` within the tensor (`ggml_backend_tensor_set_async`)."""
+        write_tensor(tensor, data, offset, self.trace)
+
+    def get_async(self, tensor: Tensor) -> np.ndarray:
+        """Ask for the tensor's bytes; they are there after `synchronize` (`ggml_backend_tensor_get_async`)."""
+        return read_tensor(tensor, self.trace)
+
+    def copy_async(self, source: Backend, tensor: Tensor, copy: Tensor) -> bool:
+        """Ask for a copy from another backend's memory into this one's; False where only a blocking copy can do it."""
+        return False
+
+    def new_event(self, name: str) -> Event | None:
+        """An event of this device, or None where it has none (`ggml_backend_event_new`)."""
+        return None
+
+    def wait_event(self, event: Event) -> None:
+        """Let later work of this backend wait for an event of another one (`ggml_backend_event_wait`)."""
+        event.synchronize()
+
     def synchronize(self) -> None:
         """Wait until everything asked of this backend is done (`ggml_backend_synchronize`)."""
+
+    def optimize(self, nodes: list[Tensor]) -> list[Tensor]:
+        """The nodes of a split in the order that suits this device (`ggml_backend_graph_optimize`)."""
+        return nodes
+
+    def _log_launch(self, nodes: Sequence[Tensor]) -> None:
+        if self.trace is not None:
+            self.trace.add("launch", device=self.name, count=len(nodes))
+            for node in nodes:
+                self.trace.add("queued", name=node.name)
 
     def memory_report(self) -> dict[str, int]:
         """Bytes this backend holds beside the buffers of tensors."""

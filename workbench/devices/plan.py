@@ -20,13 +20,12 @@ import numpy as np
 
 from workbench.devices.threads import SINGLE_THREADED_BLAS
 from workbench.errors import GraphError
-from workbench.kernels.kernel import IndexOutOfRange, Kernel, Scratch, Step
+from workbench.kernels.kernel import NUMPY_BUFFER, IndexOutOfRange, Kernel, Scratch, Step
 from workbench.tensors.storage import Storage
 from workbench.tensors.tensor import Flag, Moves, Tensor
 
 if TYPE_CHECKING:
-    from workbench.cgraph import CGraph
-    from workbench.devices.backend import Backend
+    from workbench.devices.backend import Backend, NodeList
 
 ROWS = 64
 """Work is cut at multiples of this many rows (or columns, or elements)."""
@@ -79,7 +78,7 @@ class Plan:
     work_size: bytes of the work buffer, shared by the nodes: the largest need of any one of them.
     """
 
-    def __init__(self, backend: Backend, graph: CGraph) -> None:
+    def __init__(self, backend: Backend, graph: NodeList) -> None:
         graph.require_open()
         self.backend = backend
         self._n_nodes = len(graph.nodes)
@@ -92,7 +91,7 @@ class Plan:
         self._touched = list(touched)
         self._roots = list(dict.fromkeys(t.root() for t in touched))
         self._moves, self._where = Moves.count, list(map(_WHERE, self._roots))
-        self._contexts = {t.context for t in touched if t.context is not None}
+        self._contexts = {c for c in (graph.context, *(t.context for t in touched)) if c is not None}
         self._storages: list[Storage] = list({id(s): s for s, _, _ in self._where}.values())
         self.jobs = [_job(backend, i, t) for i, t in nodes]
         self.work_size = max((job.scratch * self._at_once(job) for job in self.jobs), default=0)
@@ -133,11 +132,13 @@ class Plan:
         if not self.fits():
             for t in self._touched:
                 t.require_data()
+            for c in self._contexts:
+                c.require_open()
             raise GraphError("tensors of this plan were placed in other memory since it was made", "the memory it is bound to",
                              "make another plan, or use GraphRunner, which does so by itself")  # fmt: skip
         self.execute(record)
 
-    def fits(self, graph: CGraph | None = None) -> bool:
+    def fits(self, graph: NodeList | None = None) -> bool:
         """Whether all tensors are where they were, in open memory, and `graph` (where given) has no new nodes."""
         if self._moves != Moves.count:
             if list(map(_WHERE, self._roots)) != self._where:
@@ -151,6 +152,7 @@ class Plan:
         """`run` for a caller that has just asked `fits`."""
         steps = iter(self._steps)
         with self.backend.lock, np.errstate(all="ignore"), self._blas:  # as in C: inf and nan are results
+            np.setbufsize(NUMPY_BUFFER)  # until errstate ends
             try:
                 if record is None:
                     for step in steps:
@@ -158,13 +160,28 @@ class Plan:
                 else:
                     self._timed(steps, record)
             except BaseException as e:
-                at = len(self._steps) - operator.length_hint(steps) - 1
-                if at >= 0:
-                    node = self.jobs[at].node
-                    if isinstance(e, IndexOutOfRange):
-                        raise e.named(node) from None
-                    e.add_note(f"while {self.backend.name} computed node {self.jobs[at].at}: {node.label} = {node.desc}")
+                self._name_node(e, len(self._steps) - operator.length_hint(steps) - 1)
                 raise
+
+    def calls(self) -> list[tuple[Tensor, Step]]:
+        """Each node with the call that computes it alone, for a device that makes them when its clock says so."""
+        return [(job.node, partial(self._call, k)) for k, job in enumerate(self.jobs)]
+
+    def _call(self, k: int) -> None:
+        with self.backend.lock, np.errstate(all="ignore"), self._blas:
+            try:
+                self._steps[k]()
+            except BaseException as e:
+                self._name_node(e, k)
+                raise
+
+    def _name_node(self, e: BaseException, k: int) -> None:
+        """Let an exception of step k say which node it was."""
+        if k >= 0:
+            node = self.jobs[k].node
+            if isinstance(e, IndexOutOfRange):
+                raise e.named(node) from None
+            e.add_note(f"while {self.backend.name} computed node {self.jobs[k].at}: {node.label} = {node.desc}")
 
     def _timed(self, steps: Iterator[Step], record: Recorder) -> None:
         for job, step in zip(self.jobs, steps, strict=True):
