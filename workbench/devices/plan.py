@@ -91,7 +91,7 @@ class Plan:
         self._touched = list(touched)
         self._roots = list(dict.fromkeys(t.root() for t in touched))
         self._moves, self._where = Moves.count, list(map(_WHERE, self._roots))
-        self._contexts = {c for c in (graph.context, *(t.context for t in touched)) if c is not None}
+        self._contexts = {c for c in (getattr(graph, "context", None), *(t.context for t in touched)) if c is not None}
         self._storages: list[Storage] = list({id(s): s for s, _, _ in self._where}.values())
         self.jobs = [_job(backend, i, t) for i, t in nodes]
         self.work_size = max((job.scratch * self._at_once(job) for job in self.jobs), default=0)
