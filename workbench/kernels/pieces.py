@@ -64,9 +64,12 @@ def float_pieces(
     Operands are broadcast to the shape of `out`. The result may be the memory of an operand: read before writing it.
     """
     arrays = [out, *(a if a.shape == out.shape else xp.broadcast_to(a, out.shape) for a in operands)]
-    narrow = [a.dtype != "f4" for a in arrays]
+    narrow = [a.itemsize < 4 for a in arrays]
     count = temporaries + sum(narrow)
     limit = max(1, (scratch.memory.size // count - _PADDING) // 4) if count else out.size
+    if count == temporaries and out.size <= limit:  # what small graphs mostly do, without the detours below
+        yield [*arrays, *scratch.arrays(*((out.shape, "f4"),) * temporaries)]
+        return
     for index in cut(out.shape, limit):
         stored = [a[index] for a in arrays]
         spare = iter(scratch.arrays(*[(stored[0].shape, "f4")] * count))
