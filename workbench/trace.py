@@ -23,11 +23,30 @@ KINDS: dict[str, tuple[str, ...]] = {
     "node": ("tensor", "index"),  # … becomes a node
     "place": ("tensor", "buffer", "chunk", "offset", "bytes"),
     "reuse": ("tensor", "parent"),
+    "refuse": ("tensor", "parent", "cause"),  # why not in place
+    "shrink": ("tensor", "buffer", "chunk", "offset", "bytes"),  # given back by a smaller child
+    "keep": ("tensor", "cause"),
     "free": ("tensor",),
     "assign": ("stage", "tensor", "backend", "cause"),
     "compute": ("node",),
-    "copy": ("tensor", "source", "target", "bytes"),
-    "wait": ("waiter", "event"),
+    "task": ("node", "task", "thread", "first", "last"),  # rows first … last - 1 of a node, on one thread
+    "launch": ("device", "count"),  # as many "queued" events follow
+    "queued": ("name",),
+    "sync": ("device",),  # the host waits for a device
+    "set": ("memory", "name", "offset", "bytes"),  # host bytes into a buffer, at once
+    "get": ("memory", "name", "offset", "bytes"),
+    "set_async": ("device", "name", "offset", "bytes"),
+    "get_async": ("device", "name", "offset", "bytes"),
+    "copy_async": ("device", "target", "name", "copy", "bytes", "done"),
+    "copy_buffer": ("memory", "name", "copy", "bytes", "done"),
+    "event_record": ("device", "event"),
+    "event_wait": ("device", "event"),
+    "event_sync": ("event",),
+    "alloc": ("memory", "bytes"),
+    "release": ("memory", "bytes"),
+    "ask": ("name", "wanted"),  # an eval callback is asked whether it wants a node …
+    "answer": ("name", "go_on"),  # … and whether to go on after it
+    "busy": ("device", "name"),  # start and end say when a device worked on it
     "token": ("index", "id"),
     "route": ("token", "layer", "rank", "expert"),
     "predict": ("token", "layer", "expert"),
@@ -37,7 +56,7 @@ KINDS: dict[str, tuple[str, ...]] = {
 }
 """Every kind of event with the names of its integers. A word such as a cause is the id of an interned string."""
 
-WORDS = frozenset({"cause", "stage"})
+WORDS = frozenset({"cause", "stage", "device", "target", "memory", "name", "copy", "event"})
 """Fields whose integer is the id of a string of the trace."""
 
 

@@ -252,10 +252,12 @@ class Backend:
 
     def set_async(self, tensor: Tensor, data: np.ndarray, offset: int = 0) -> None:
         """Ask for host bytes to be written at `offset` within the tensor (`ggml_backend_tensor_set_async`)."""
+        self.synchronize()
         write_tensor(tensor, data, offset, self.trace)
 
     def get_async(self, tensor: Tensor) -> np.ndarray:
         """Ask for the tensor's bytes; they are there after `synchronize` (`ggml_backend_tensor_get_async`)."""
+        self.synchronize()
         return read_tensor(tensor, self.trace)
 
     def copy_async(self, source: Backend, tensor: Tensor, copy: Tensor) -> bool:

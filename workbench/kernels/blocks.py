@@ -51,11 +51,11 @@ class Rows:
         encode(xp, x, self[index])
 
 
-def operand(tensor: Tensor) -> Any:
-    """What a kernel gets for a tensor in host memory: an array of a plain type, else `Rows`."""
+def operand(tensor: Tensor, memory: Any = None) -> Any:
+    """What a kernel gets for a tensor in host memory (or in `memory`): an array of a plain type, else `Rows`."""
     if tensor.dtype.numpy is not None:
-        return tensor.array()
-    return Rows(tensor.dtype, tensor.array() if tensor.dtype is BF16 else tensor.raw_rows())
+        return tensor.array(memory)
+    return Rows(tensor.dtype, tensor.array(memory) if tensor.dtype is BF16 else tensor.raw_rows(memory))
 
 
 def decode(xp: ModuleType, src: Any, out: Any) -> None:
@@ -144,7 +144,7 @@ def _blocks(raw: Any, size: int) -> tuple[Any, Any]:
 
 
 def _decode_q8_0(raw: Any, out: Any, xp: ModuleType = np) -> None:
-    for i in chunks(out.shape, 4 * CHUNK):
+    for i in chunks(out.shape, 2 * CHUNK):
         d, codes = _blocks(raw[i], 34)
         to = out[i].reshape(codes.shape)
         xp.copyto(to, codes.view(np.int8))
@@ -153,9 +153,11 @@ def _decode_q8_0(raw: Any, out: Any, xp: ModuleType = np) -> None:
 
 def _decode_q4_0(raw: Any, out: Any, xp: ModuleType = np) -> None:
     """Low halves of 16 bytes are elements 0 to 15, high halves 16 to 31; 8 stands for zero."""
-    for i in chunks(out.shape):
+    room = xp.empty(max(CHUNK // 2, out.shape[-1]), np.int8)
+    for i in chunks(out.shape, CHUNK // 2):
         d, pairs = _blocks(raw[i], 18)
-        codes = xp.empty((*pairs.shape[:-1], 2, 16), np.int8)
+        pairs = xp.ascontiguousarray(pairs)  # single bytes are slow to reach with gaps between their blocks
+        codes = room[: 2 * pairs.size].reshape(*pairs.shape[:-1], 2, 16)
         unsigned = codes.view(np.uint8)
         xp.bitwise_and(pairs, 15, out=unsigned[..., 0, :])
         xp.right_shift(pairs, 4, out=unsigned[..., 1, :])

@@ -8,9 +8,11 @@ so expert ids are never rewritten.
 
 from __future__ import annotations
 
+import math
 import threading
 import weakref
-from collections.abc import Iterator
+from functools import lru_cache
+from itertools import pairwise
 from types import ModuleType
 from typing import Any, Protocol
 
@@ -21,8 +23,8 @@ from workbench.tensors.dtype import F32, DType
 from workbench.tensors.storage import Storage, Usage
 from workbench.tensors.tensor import Tensor
 
-CELL = 2**18
-"""Elements decoded at a time: 1 MiB of f32, which the second-level cache holds until the product has read it."""
+CELL = 2**19
+"""Elements decoded at a time: 2 MiB of f32, about what a processor's own caches hold until the product has read it."""
 
 
 class WeightSource(Protocol):
@@ -49,14 +51,16 @@ def cell_rows(k: int) -> int:
     return max(64, CELL // max(k, 1) // 64 * 64)
 
 
-def cells(part: slice, rows: int, k: int) -> Iterator[slice]:
+def cells(part: slice, rows: int, k: int) -> tuple[slice, ...]:
     """`part` of `rows` rows cut at the borders of the grid."""
-    start, stop, _ = part.indices(rows)
+    return _cells(*part.indices(rows)[:2], k)
+
+
+@lru_cache(1024)
+def _cells(start: int, stop: int, k: int) -> tuple[slice, ...]:
     step = cell_rows(k)
-    while start < stop:
-        end = min(stop, (start // step + 1) * step)
-        yield slice(start, end)
-        start = end
+    borders = [start, *range((start // step + 1) * step, stop, step), stop]
+    return tuple(slice(a, b) for a, b in pairwise(borders) if a < b)
 
 
 def blas_can_read(t: Tensor) -> bool:
@@ -76,41 +80,38 @@ class DecodedWeights:
 
     def matrix(self, i3: Any, i2: Any, part: slice, into: Any = None) -> Any:
         """See `WeightSource.matrix`."""
-        rows = self.rows[i3, i2, part]
         if self.direct:
-            return rows
-        if self.shelf is not None and isinstance(i2, int):
-            cell = self._cached(i3, i2, part)
+            return self.rows[i3, i2, part]
+        if self.shelf is not None and not isinstance(i2, slice):
+            step = cell_rows(self.shape[-1])
+            first = part.start // step * step
+            cell = self.shelf.find((i3, i2, first))
+            if cell is None:
+                cell = self._decoded((i3, i2, first), step)
             if cell is not None:
-                return cell
-        n = 1
-        for d in rows.shape:
-            n *= d
-        out = into[:n].reshape(rows.shape)
+                return cell[part.start - first : part.stop - first]
+        rows = self.rows[i3, i2, part]
+        out = into[: math.prod(rows.shape)].reshape(rows.shape)
         decode(self.xp, rows, out)
         return out
 
     def expert(self, e: int, part: slice = slice(None), into: Any = None) -> Any:
         """See `WeightSource.expert`."""
-        return self.rows[0, e, part] if self.direct else self.matrix(0, e, part, into)
+        return self.matrix(0, e, part, into)
 
-    def _cached(self, i3: int, i2: int, part: slice) -> Any:
-        """The rows out of the cache, decoding the whole cell at first sight; None where it may not or cannot stay."""
+    def _decoded(self, key: tuple[int, int, int], step: int) -> Any:
+        """The whole cell, decoded now and kept; None where it may not or cannot stay."""
         assert self.shelf is not None
-        step = cell_rows(self.shape[-1])
-        first = part.start // step * step
-        cell = self.shelf.find((i3, i2, first))
-        if cell is None:
-            whole = self.rows[i3, i2, first : first + step]
-            cell = self.shelf.add((i3, i2, first), whole.shape, lambda out: decode(self.xp, whole, out))
-        return None if cell is None else cell[part.start - first : part.stop - first]
+        i3, i2, first = key
+        whole = self.rows[i3, i2, first : first + step]
+        return self.shelf.add(key, whole.shape, lambda out: decode(self.xp, whole, out))
 
 
-def weights_of(tensor: Tensor, cache: DequantCache | None = None) -> DecodedWeights:
-    """The weight source of a tensor in host memory; decoded cells of constant weights stay in `cache`."""
+def weights_of(tensor: Tensor, cache: DequantCache | None = None, memory: Any = None) -> DecodedWeights:
+    """The weight source of a tensor in host memory (or in `memory`); decoded cells of constant weights stay in `cache`."""
     direct = blas_can_read(tensor)
     shelf = None if direct or cache is None else cache.shelf(tensor)
-    return DecodedWeights(np, operand(tensor), tensor.dtype, direct, shelf)
+    return DecodedWeights(np, operand(tensor, memory), tensor.dtype, direct, shelf)
 
 
 class Shelf:
@@ -194,7 +195,7 @@ class DequantCache:
 
     def take_room(self, shape: tuple[int, ...]) -> np.ndarray | None:
         """Memory for a cell within the budget, or None. The caller holds the lock."""
-        nbytes = 4 * int(np.prod(shape))
+        nbytes = 4 * math.prod(shape)
         if self.used + nbytes > self.budget:
             for shelf in [s for s in self._shelves.values() if s._version() < 0]:
                 shelf.clear()

@@ -218,26 +218,27 @@ class Tensor:
             raise StorageError(f"tensor {self.label} lies in {storage.name}, which was freed", "a buffer that is still open")
         return storage
 
-    def array(self) -> np.ndarray:
+    def array(self, memory: Any = None) -> np.ndarray:
         """All four dimensions as a NumPy view (ne3, ne2, ne1, ne0), strides kept, no copy. Host memory, plain types only.
 
-        bf16 comes as uint16 bit patterns. Raises DTypeError for quantised types: see `raw_rows`.
+        `memory`: the bytes of the storage as a device sees them, for devices whose memory is a NumPy array. bf16 comes as uint16 bit patterns. Raises DTypeError for quantised types: see `raw_rows`.
         """
         storage = self.require_data()
         dt = self.dtype.numpy or (np.dtype("<u2") if self.dtype.name == "bf16" else None)
         if dt is None:
             raise DTypeError(f"{self.label} is stored as {self.dtype}", "a type with one element per block",
                              "`.numpy()` dequantises a copy")  # fmt: skip
-        if not storage.is_host:
+        if memory is None and not storage.is_host:
             raise StorageError(f"{self.label} lies in {storage.name}, which the host cannot see", "host memory",
                                "`.numpy()` copies it")  # fmt: skip
-        return np.ndarray(self.ne[::-1], dt, storage.host_bytes(), self.offset, self.nb[::-1])
+        return np.ndarray(self.ne[::-1], dt, storage.host_bytes() if memory is None else memory, self.offset, self.nb[::-1])
 
-    def raw_rows(self) -> np.ndarray:
+    def raw_rows(self, memory: Any = None) -> np.ndarray:
         """The stored bytes as a uint8 view (ne3, ne2, ne1, bytes per row), no copy; rows must be contiguous."""
         storage = self.require_data()
         shape = (*self.ne[:0:-1], self.dtype.row_bytes(self.ne[0]))
-        return np.ndarray(shape, np.uint8, storage.host_bytes(), self.offset, (*self.nb[:0:-1], 1))
+        memory = storage.host_bytes() if memory is None else memory
+        return np.ndarray(shape, np.uint8, memory, self.offset, (*self.nb[:0:-1], 1))
 
     def numpy(self) -> np.ndarray:
         """The values in NumPy's `shape`: a view where possible, else a copy (device memory, bf16, quantised: as f32)."""

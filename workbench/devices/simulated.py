@@ -1,0 +1,372 @@
+"""Simulated devices: they really compute, in memory of their own and in virtual time.
+
+Host code cannot read their memory, and fresh or freed memory is 0xFF everywhere, which reads as NaN. Work that was asked
+for becomes real when the virtual clock reaches its end, in the order of virtual time and not of the calls: whoever forgets to wait reads
+old bytes. Results are exact; times are the same on every machine.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import threading
+import weakref
+from collections.abc import Callable, Collection
+from typing import Any
+
+import numpy as np
+
+from workbench.devices import cost
+from workbench.devices.backend import Backend, Buffer, BufferType, DeviceType, Event, HostBuffer, NodeList
+from workbench.devices.cpu import CpuBackend
+from workbench.errors import AllocationError, StorageError, shown
+from workbench.kernels.blocks import operand
+from workbench.kernels.weights import WeightSource, weights_of
+from workbench.tensors.storage import Usage, aligned_bytes
+from workbench.tensors.tensor import Tensor
+from workbench.trace import Trace
+
+FRESH = 0xFF
+
+
+class Machine:
+    """Virtual time: the clock of the host, and work of devices that has an end but did not happen yet.
+
+    now: nanoseconds since the start. trace: where devices record their calls and what they were busy with, or None.
+    """
+
+    def __init__(self, trace: Trace | None = None) -> None:
+        self.now = 0
+        self.trace = trace
+        self._pending: list[tuple[int, int, Callable[[], Any]]] = []
+        self._order = itertools.count()
+
+    def ask(self, end: int, effect: Callable[[], Any]) -> None:
+        """Let `effect` happen when the clock reaches `end`; effects of one time happen in the order they were asked for."""
+        heapq.heappush(self._pending, (end, next(self._order), effect))
+
+    def reach(self, time: int) -> None:
+        """Move the host's clock to `time`, never back, and let everything happen that ends by then."""
+        self.now = max(self.now, time)
+        while self._pending and self._pending[0][0] <= self.now:
+            heapq.heappop(self._pending)[2]()
+
+    def spend(self, ns: int) -> None:
+        """Let the host be busy for so long."""
+        self.reach(self.now + ns)
+
+
+class DeviceBuffer:
+    """Memory of a simulated device. Reading and writing from the host takes time; only its device sees the bytes."""
+
+    is_host = False
+
+    def __init__(self, buffer_type: SimulatedMemory, size: int, usage: Usage = Usage.ANY) -> None:
+        self.buffer_type, self.size, self.usage = buffer_type, size, usage
+        self.name, self.version, self.closed = buffer_type.name, 0, False
+        self._bytes = aligned_bytes(size)
+        self._bytes.fill(FRESH)
+
+    def host_bytes(self) -> np.ndarray:
+        """Always StorageError: the host cannot see this memory."""
+        raise StorageError(f"host code asked for the bytes of {shown(self.name)}", "memory that the host can see",
+                           "`.numpy()` or `read` copies them")  # fmt: skip
+
+    def device_bytes(self) -> np.ndarray:
+        """The memory as its device sees it."""
+        if self.closed:
+            raise StorageError(f"{shown(self.name)} was freed", "memory that is still there")
+        return self._bytes
+
+    def read(self, offset: int, nbytes: int) -> np.ndarray:
+        """Copy to the host, at once: what has not happened by now is not in it."""
+        self._check(offset, nbytes)
+        machine = self.buffer_type.machine
+        machine.spend(self.buffer_type.speed.transfer_ns(nbytes))
+        return self.device_bytes()[offset : offset + nbytes].copy()
+
+    def write(self, offset: int, data: np.ndarray) -> None:
+        """Copy from the host, at once."""
+        raw = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
+        self._check(offset, raw.size)
+        machine = self.buffer_type.machine
+        machine.spend(self.buffer_type.speed.transfer_ns(raw.size))
+        self.device_bytes()[offset : offset + raw.size] = raw
+        self.version += 1
+
+    def copy_from(self, tensor: Tensor, copy: Tensor, trace: Trace | None) -> bool:
+        """Copy between two buffers of devices without the host (`cpy_tensor` of a buffer); False where there is no such way."""
+        if not self.buffer_type.copies_buffers:
+            return False
+        if trace is not None:
+            trace.add("copy_buffer", memory=self.name, name=tensor.name, copy=copy.name, bytes=tensor.nbytes, done=1)
+        self.buffer_type.machine.spend(self.buffer_type.speed.transfer_ns(tensor.nbytes))
+        _move(tensor, copy)
+        return True
+
+    def clear(self, value: int = 0) -> None:
+        """Set every byte."""
+        self.device_bytes().fill(value)
+        self.version += 1
+
+    def close(self) -> None:
+        """Give the memory back: what is left there reads as NaN."""
+        if not self.closed:
+            self._bytes.fill(FRESH)
+            self.closed = True
+            self.buffer_type.released(self.size)
+
+    def _check(self, offset: int, nbytes: int) -> None:
+        if offset < 0 or nbytes < 0 or offset + nbytes > self.size:
+            raise StorageError(f"bytes {offset}..{offset + nbytes} of {shown(self.name)}", f"a range within its {self.size:,} bytes")
+
+
+class SimulatedMemory(BufferType):
+    """A kind of memory of a simulated machine (`ggml_backend_buffer_type`).
+
+    capacity: bytes in all, None for no limit. alloc_extra: bytes that every tensor takes beside its own. copies_buffers:
+    whether its buffers can be filled from another device's without the host. fail_allocation: the n-th allocation from
+    now on fails (1: the next), for tests.
+    """
+
+    def __init__(self, machine: Machine, name: str, alignment: int = 128, max_size: int | None = None, is_host: bool = False,
+                 capacity: int | None = None, alloc_extra: int = 0, copies_buffers: bool = False,
+                 speed: cost.Speed = cost.GPU) -> None:  # fmt: skip
+        super().__init__(name, alignment, max_size, is_host)
+        self.machine, self.capacity, self.alloc_extra, self.speed = machine, capacity, alloc_extra, speed
+        self.copies_buffers = copies_buffers
+        self.used = 0
+        self.fail_allocation = 0
+
+    def alloc_size(self, tensor: Tensor) -> int:
+        """Bytes that a tensor takes here."""
+        return tensor.nbytes + self.alloc_extra
+
+    def alloc_buffer(self, size: int, usage: Usage = Usage.ANY) -> Buffer:
+        """A fresh buffer full of 0xFF. Raises AllocationError where the device is full. `max_size` limits chunks only."""
+        if self.fail_allocation:
+            self.fail_allocation -= 1
+            if not self.fail_allocation:
+                raise AllocationError(f"an allocation of {size:,} bytes on {shown(self.name)} was made to fail", "success")
+        if self.capacity is not None and self.used + size > self.capacity:
+            raise AllocationError(f"{shown(self.name)} has {self.capacity - self.used:,} of {self.capacity:,} bytes left, {size:,} were asked for",
+                                  "room on the device", "fewer layers or experts there, a smaller batch or context")  # fmt: skip
+        self.used += size
+        if self.machine.trace is not None:
+            self.machine.trace.add("alloc", self.machine.now, memory=self.name, bytes=size)
+        return _PinnedBuffer(self, size, usage) if self.is_host else DeviceBuffer(self, size, usage)
+
+    def released(self, size: int) -> None:
+        """A buffer was given back."""
+        self.used -= size
+        if self.machine.trace is not None:
+            self.machine.trace.add("release", self.machine.now, memory=self.name, bytes=size)
+
+
+class _PinnedBuffer(HostBuffer):
+    """Host memory of a simulated machine: visible to all, and 0xFF when fresh."""
+
+    def __init__(self, buffer_type: SimulatedMemory, size: int, usage: Usage) -> None:
+        super().__init__(buffer_type, size, usage)
+        self.host_bytes().fill(FRESH)
+        self._released = buffer_type.released
+
+    def close(self) -> None:
+        """Give the memory back."""
+        if not self.closed:
+            size = self.size
+            super().close()
+            self._released(size)
+
+
+class SimulatedEvent:
+    """A mark in the work of a simulated device."""
+
+    def __init__(self, device: SimulatedDevice, name: str) -> None:
+        self.device, self.name, self.time = device, name, 0
+
+    def record(self) -> None:
+        """Mark the work asked for so far."""
+        self.device.note("event_record", device=self.device.name, event=self.name)
+        self.time = self.device.free_at
+
+    def synchronize(self) -> None:
+        """Let the host wait for the mark."""
+        self.device.note("event_sync", event=self.name)
+        self.device.machine.reach(self.time)
+
+
+class SimulatedDevice(Backend):
+    """A device that exists in virtual time only, computing with the real kernels (`ggml_backend`).
+
+    deny_ops, allow_ops (None: all), deny_types: what it supports, by op or telling name and by type. reads: names of the
+    buffer types it works on, its own included. offload_min_batch: batch from which it offers to compute ops whose weights lie in host
+    memory; None: never. waits: whether it has a stream that one can wait for; without one every call returns when the work is
+    done, as on a CPU. async_copy, async_io, events: which asynchronous abilities it has. fail_compute, fail_copy: the n-th from now on fails (1: the next), for tests.
+    """
+
+    def __init__(self, machine: Machine, name: str, memory: BufferType, device_type: DeviceType = DeviceType.GPU, *,
+                 reads: Collection[str] = (), deny_ops: Collection[str] = (), allow_ops: Collection[str] | None = None,
+                 deny_types: Collection[str] = (), offload_min_batch: int | None = None, async_copy: bool = True,
+                 async_io: bool = True, waits: bool | None = None, events: bool = True, speed: cost.Speed | None = None,
+                 activation_rounding: str = "none") -> None:  # fmt: skip
+        self.machine, self.name, self.buffer_type, self.device_type = machine, name, memory, device_type
+        self.reads_types = frozenset(reads) | {memory.name}
+        self.deny_ops, self.deny_types = frozenset(deny_ops), frozenset(deny_types)
+        self.allow_ops = None if allow_ops is None else frozenset(allow_ops)
+        self.offload_min_batch = offload_min_batch
+        self.async_copy, self.async_io, self.events = async_copy, async_io, events
+        self.waits = device_type is not DeviceType.CPU if waits is None else waits
+        self.speed = speed or (cost.CPU if device_type is DeviceType.CPU else cost.GPU)
+        self.activation_rounding = activation_rounding
+        self.free_at = 0  # when the work asked for so far is done
+        self.fail_compute = self.fail_copy = 0
+        self.lock = threading.RLock()
+        self._kernels = CpuBackend(activation_rounding=activation_rounding, dequant_cache_bytes=0)
+        self._calls: weakref.WeakKeyDictionary[Any, list[tuple[Tensor, Callable[[], Any], int]]] = weakref.WeakKeyDictionary()
+
+    # ---- what it can do
+
+    def why_unsupported(self, node: Tensor) -> str:
+        """The reason why this device cannot compute `node`; empty where it can."""
+        names = {node.op, node.desc}
+        if names & self.deny_ops:
+            return f"{self.name} is made without {node.desc}"
+        if node.op == "NONE" or (node.spec is not None and node.spec.is_view):
+            return ""
+        if self.allow_ops is not None and not names & self.allow_ops:
+            return f"{self.name} is made for {', '.join(sorted(self.allow_ops))} only"
+        for t in (node, *node.sources()):
+            if t.dtype.name in self.deny_types:
+                return f"{self.name} is made without {t.dtype}"
+        return self._kernels.why_unsupported(node)
+
+    def require_op(self, node: Tensor) -> None:
+        """Raise UnsupportedOp only where there is no kernel: not to ask for what a device does not support is the
+        scheduler's business."""
+        self._kernels.require_op(node)
+
+    def supports_buft(self, buft: BufferType) -> bool:
+        """Whether it works on memory of this type."""
+        return buft.name in self.reads_types
+
+    def offload_op(self, node: Tensor) -> bool:
+        """Whether the batch is large enough to bring the weights over (`ggml_backend_cuda_device_offload_op`)."""
+        return self.offload_min_batch is not None and batch_size(node) >= self.offload_min_batch
+
+    # ---- kernels
+
+    def operand(self, tensor: Tensor) -> Any:
+        """The tensor's memory as this device sees it."""
+        return operand(tensor, tensor.require_data().device_bytes())
+
+    def weights(self, tensor: Tensor) -> WeightSource:
+        """Where a product reads `tensor` from."""
+        return weights_of(tensor, None, tensor.require_data().device_bytes())
+
+    def work_memory(self, nbytes: int) -> np.ndarray:
+        """Scratch memory; as on a real card it is not part of the capacity."""
+        return self._kernels.work_memory(nbytes)
+
+    # ---- its stream
+
+    def note(self, kind: str, **fields: int | str) -> None:
+        """Record a call."""
+        if self.trace is not None:
+            self.trace.add(kind, self.machine.now, **fields)
+
+    def _ask(self, ns: int, name: str, effect: Callable[[], Any]) -> None:
+        """Put work of `ns` nanoseconds behind what was asked for so far."""
+        start = max(self.free_at, self.machine.now)
+        self.free_at = start + ns
+        if self.trace is not None:
+            self.trace.add("busy", start, self.free_at, device=self.name, name=name)
+        self.machine.ask(self.free_at, effect)
+        if not self.waits:  # no stream: the host does the work itself, or stands beside it
+            self.machine.reach(self.free_at)
+
+    def compute_async(self, graph: NodeList) -> None:
+        """Ask for all nodes; each happens when the clock reaches its end."""
+        if self.fail_compute:
+            self.fail_compute -= 1
+            if not self.fail_compute:
+                raise AllocationError(f"a computation on {shown(self.name)} was made to fail", "success")
+        plan = self._plans.get(graph)
+        if plan is None or not plan.fits():
+            plan = self._plans[graph] = self.plan(graph)
+            self._calls[graph] = [(node, call, self.speed.compute_ns(node)) for node, call in plan.calls()]
+        self._log_launch(graph.nodes)
+        self.machine.reach(self.machine.now)
+        for node, call, ns in self._calls[graph]:
+            self._ask(ns, node.name, call)
+
+    def set_async(self, tensor: Tensor, data: np.ndarray, offset: int = 0) -> None:
+        """Ask for host bytes to be written; they are read when the transfer happens, not now."""
+        if not self.async_io:
+            return super().set_async(tensor, data, offset)
+        self._count_copy(tensor)
+        self.note("set_async", device=self.name, name=tensor.name, offset=offset, bytes=data.nbytes)
+        start = tensor.offset + offset
+        target = tensor.require_data().device_bytes()[start : start + data.nbytes]
+        self._ask(self.speed.transfer_ns(data.nbytes), tensor.name, lambda: np.copyto(target, data))
+        return None
+
+    def get_async(self, tensor: Tensor) -> np.ndarray:
+        """Ask for the bytes of a tensor; the array is filled when the transfer happens."""
+        if not self.async_io:
+            return super().get_async(tensor)
+        self.note("get_async", device=self.name, name=tensor.name, offset=0, bytes=tensor.nbytes)
+        source = tensor.require_data().device_bytes()[tensor.offset : tensor.offset + tensor.nbytes]
+        out = np.full(tensor.nbytes, FRESH, np.uint8)
+        self._ask(self.speed.transfer_ns(tensor.nbytes), tensor.name, lambda: np.copyto(out, source))
+        return out
+
+    def copy_async(self, source: Backend, tensor: Tensor, copy: Tensor) -> bool:
+        """Ask for a copy between two devices; both streams take part in it, as with peer access."""
+        if not self.async_copy:
+            return False
+        done = isinstance(source, SimulatedDevice) and source.async_copy
+        self.note("copy_async", device=source.name, target=self.name, name=tensor.name, copy=copy.name, bytes=tensor.nbytes, done=done)
+        if done:
+            assert isinstance(source, SimulatedDevice)
+            self._count_copy(copy)
+            self.free_at = max(self.free_at, source.free_at)  # it starts when what the source has to do is done
+            self._ask(self.speed.transfer_ns(tensor.nbytes), copy.name, lambda: _move(tensor, copy))
+            source.free_at = max(source.free_at, self.free_at)  # and the source may not overwrite it before
+        return done
+
+    def _count_copy(self, tensor: Tensor) -> None:
+        if self.fail_copy:
+            self.fail_copy -= 1
+            if not self.fail_copy:
+                raise StorageError(f"the copy of {tensor.label} to {shown(self.name)} was made to fail", "success")
+
+    def new_event(self, name: str) -> Event | None:
+        """An event, where the device has them."""
+        return SimulatedEvent(self, name) if self.events else None
+
+    def wait_event(self, event: Event) -> None:
+        """Let later work here wait for an event."""
+        self.note("event_wait", device=self.name, event=event.name)
+        assert isinstance(event, SimulatedEvent)
+        self.free_at = max(self.free_at, event.time)
+
+    def synchronize(self) -> None:
+        """Let the host wait until the device is done."""
+        if self.waits:
+            self.note("sync", device=self.name)
+            self.machine.reach(self.free_at)
+
+
+def batch_size(node: Tensor) -> int:
+    """Rows of work of an op, as the offload rule of ggml's GPU backends counts them (`get_op_batch_size`)."""
+    if node.op == "GET_ROWS":
+        return 0
+    if node.op == "MUL_MAT":
+        return node.ne[1]
+    return node.ne[2] if node.op in ("MUL_MAT_ID", "ROPE") else node.n_rows
+
+
+def _move(tensor: Tensor, copy: Tensor) -> None:
+    source, target = tensor.require_data(), copy.require_data()
+    target.device_bytes()[copy.offset : copy.offset + tensor.nbytes] = source.device_bytes()[tensor.offset : tensor.offset + tensor.nbytes]

@@ -1,0 +1,134 @@
+"""How weights that lie elsewhere reach the device that computes with them.
+
+The runtime asks a `WeightTransfer` before it copies a weight whole. `UsedExperts` is ggml's rule; a pool of expert slots
+can stand in its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from workbench.devices.backend import Backend
+from workbench.errors import ParameterError, shown
+from workbench.tensors.storage import Usage
+from workbench.tensors.tensor import Tensor
+
+if TYPE_CHECKING:
+    from workbench.scheduler.splits import Split
+
+PADDING = 512
+"""Bytes copied beyond a run of experts, so that a kernel that reads past its last row meets numbers there and no NaN."""
+
+
+class Route(Protocol):
+    """What a transfer may ask the runtime: where a tensor lives, and its copy for the split that is about to run."""
+
+    def backend_of(self, tensor: Tensor) -> Backend:
+        """The backend that computed or holds a tensor."""
+        ...
+
+    def copy_for(self, tensor: Tensor, split: Split) -> Tensor | None:
+        """The copy that the split reads instead of `tensor`, or None."""
+        ...
+
+
+class WeightTransfer(Protocol):
+    """A policy of weight movement."""
+
+    def begin(self) -> None:
+        """A run over all splits starts."""
+        ...
+
+    def move(self, route: Route, target: Backend, split: Split, position: int) -> bool:
+        """Bring input number `position` of a split to `target`; False: the runtime shall copy the whole tensor."""
+        ...
+
+
+class WholeTensor:
+    """Every weight is copied whole."""
+
+    def begin(self) -> None:
+        """Nothing to prepare."""
+
+    def move(self, route: Route, target: Backend, split: Split, position: int) -> bool:
+        """Never: the runtime copies it."""
+        return False
+
+
+class UsedExperts:
+    """ggml's rule: where a split starts with MUL_MAT_ID and its weights lie in host memory, only the experts that the ids
+    name are copied, neighbours in one go. The ids are read once as long as the same tensor holds them."""
+
+    def __init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget the ids of the run before."""
+        self._ids: Tensor | None = None
+        self._used: list[int] = []
+
+    def move(self, route: Route, target: Backend, split: Split, position: int) -> bool:
+        """Copy the used experts of a MUL_MAT_ID that stands first in its split."""
+        weight = split.inputs[position]
+        copy = route.copy_for(weight, split)
+        node = split.nodes[0] if split.nodes else None
+        if copy is None or node is None or node.op != "MUL_MAT_ID" or node.src[0] is not copy or not _constant_on_host(weight):
+            return False
+        route.backend_of(weight).synchronize()
+        ids, home = self._where_ids_are(route, target, split, position, node)
+        if not ids.n_elements:
+            return True
+        if ids is not self._ids:
+            self._used = used_experts(ids, home, weight)
+            self._ids = ids
+        expert, memory = weight.nb[2], weight.require_data().host_bytes()
+        for first, last in runs(self._used):
+            padding = min(expert, PADDING) if last < weight.ne[2] - 1 else 0
+            start, size = first * expert, (last - first + 1) * expert + padding
+            target.set_async(copy, memory[weight.offset + start :][:size], start)
+        return True
+
+    @staticmethod
+    def _where_ids_are(route: Route, target: Backend, split: Split, position: int, node: Tensor) -> tuple[Tensor, Backend]:
+        """The ids as the node reads them, or the original where its copy to the device is still to come."""
+        ids = node.src[2]
+        assert ids is not None
+        for tensor in split.inputs[position + 1 :]:
+            if route.copy_for(tensor, split) is ids:
+                return tensor, route.backend_of(tensor)
+        return ids, target
+
+
+def used_experts(ids: Tensor, home: Backend, weight: Tensor) -> list[int]:
+    """The experts that the ids name, each once, in order. Raises ParameterError for one that the weight does not have."""
+    raw = home.get_async(ids)
+    home.synchronize()
+    values = np.ndarray(ids.ne[1::-1], np.int32, raw, 0, ids.nb[1::-1])
+    used = np.unique(values)
+    if used[0] < 0 or used[-1] >= weight.ne[2]:
+        wrong = used[0] if used[0] < 0 else used[-1]
+        raise ParameterError(f"{ids.label} names expert {wrong}", f"0 to {weight.ne[2] - 1}: {shown(weight.name)} has {weight.ne[2]} experts")
+    return [int(e) for e in used]
+
+
+def runs(experts: list[int]) -> Iterator[tuple[int, int]]:
+    """First and last of each run of neighbours: [1, 4, 5, 6] gives (1, 1), (4, 6)."""
+    first = last = experts[0]
+    for e in experts[1:]:
+        if e != last + 1:
+            yield first, last
+            first = e
+        last = e
+    yield first, last
+
+
+def _constant_on_host(weight: Tensor) -> bool:
+    storage = weight.require_data()
+    return storage.usage is Usage.WEIGHTS and storage.is_host
+
+
+EvalCallback = Callable[[Tensor, bool], bool]
+"""`callback(node, ask)`: with ask=True whether the node is wanted, after computing it with ask=False whether to go on."""
