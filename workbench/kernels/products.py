@@ -6,15 +6,16 @@ again by shape, whether the weights were cached or not and whichever thread is a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from functools import partial
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 
 from workbench.kernels.blocks import decode, round_input, rounds_input
-from workbench.kernels.kernel import IndexOutOfRange, Scratch, kernel, scratch_bytes
-from workbench.kernels.weights import CELL, WeightSource, blas_can_read, cell_rows, cells
+from workbench.kernels.kernel import IndexOutOfRange, Scratch, Step, kernel, scratch_bytes
+from workbench.kernels.weights import CELL, DecodedWeights, WeightSource, blas_can_read, cell_rows, cells
 from workbench.tensors.tensor import Tensor
 
 WHOLE = slice(None)
@@ -34,22 +35,27 @@ def columns(node: Tensor) -> list[slice]:
     assert w is not None
     n, k, t = node.ne[0], w.ne[0], node.n_rows
     estimate = n * k * max(t * 0.02, 0.1)  # ns: multiplications of a matrix product, or one reading of the weights
-    tasks = min(MAX_TASKS, int(estimate) // TASK_NS, n // (256 if t >= 64 else 128))
+    most = n // 128 if t < 64 else min(n // 256, 1 + max(n, 1024) // 1024)  # BLAS repacks x for each part
+    tasks = min(MAX_TASKS, int(estimate) // TASK_NS, most)
     step = -(-n // (max(tasks, 1) * 64)) * 64
     return [slice(a, min(a + step, n)) for a in range(0, n, step)]
 
 
 def _multiply(xp: ModuleType, x: Any, w: Any, out: Any) -> None:
     """`out = x @ w.T` over the last two axes."""
-    t, k = x.shape[-2:]
     n = w.shape[-2]
-    step = min(SMALL_TILE, SMALL_PRODUCT // max(k, 1)) // t if t > 1 else n
-    if not 16 <= step < n:
+    step = _tile(*x.shape[-2:], n)
+    if step >= n:
         xp.matmul(x, w.swapaxes(-1, -2), out=out)
         return
-    step = step // 64 * 64 or step // 16 * 16
     for a in range(0, n, step):
         xp.matmul(x, w[..., a : a + step, :].swapaxes(-1, -2), out=out[..., a : a + step])
+
+
+def _tile(t: int, k: int, n: int) -> int:
+    """Rows of the weights to multiply in one call."""
+    step = min(SMALL_TILE, SMALL_PRODUCT // max(k, 1)) // t if t > 1 else n
+    return (step // 64 * 64 or step // 16 * 16) if 16 <= step < n else n
 
 
 def _room(shape: tuple[int, ...], direct: bool) -> int:
@@ -58,9 +64,9 @@ def _room(shape: tuple[int, ...], direct: bool) -> int:
     return 0 if direct else min(n3 * n2 * n * k, max(CELL, min(n, cell_rows(k)) * k))
 
 
-def _pieces(w: WeightSource, part: slice) -> Iterator[slice]:
+def _pieces(w: WeightSource, part: slice) -> tuple[slice, ...]:
     """Rows of the weights that are asked for at a time."""
-    return iter((part,)) if w.direct else cells(part, *w.shape[2:])
+    return (part,) if w.direct else cells(part, *w.shape[2:])
 
 
 # ---- MUL_MAT
@@ -73,7 +79,17 @@ def _mul_mat_work(node: Tensor) -> int:
     return scratch_bytes((_room(w.ne[::-1], blas_can_read(w)), 4), (x.n_elements if copied else 0, 4))
 
 
-@kernel("MUL_MAT", work=_mul_mat_work, cut="columns", parts=columns)
+def _one_call(xp: ModuleType, w: WeightSource, x: Any, *, out: Any, part: slice = WHOLE, **_: Any) -> Step | None:
+    """`matmul` itself, where nothing is decoded, copied, rounded or cut: a third of the time of a tiny product."""
+    if not (isinstance(w, DecodedWeights) and w.direct and _blas_layout(x) and {*w.shape[:2], *x.shape[:2]} == {1}):
+        return None
+    rows = w.matrix(0, 0, part)
+    if _tile(*x.shape[2:], len(rows)) < len(rows):
+        return None
+    return partial(xp.matmul, x[0, 0], rows.swapaxes(0, 1), out=out[0, 0, :, part])
+
+
+@kernel("MUL_MAT", work=_mul_mat_work, cut="columns", parts=columns, plain=_one_call)
 def mul_mat(xp: ModuleType, w: WeightSource, x: Any, *, out: Any, scratch: Scratch, part: slice = WHOLE,
             rounding: str = "none", prec_acc: int = 0) -> None:  # fmt: skip
     """Rows `part` of the weights times all rows of x; dimensions 2 and 3 of w repeat into those of x."""
@@ -165,19 +181,27 @@ def mul_mat_id(xp: ModuleType, w: WeightSource, x: Any, ids: Any, *, out: Any, s
         if rounds:
             rows = _packed(xp, w, rows, gathered[:1], False) if m == 1 else rows
             round_input(xp, w.dtype, rows)
-        for cell in _pieces(w, part):
-            _multiply(xp, rows, w.expert(e, cell, room), to if w.direct else to[:, cell.start - start : cell.stop - start])
+        if w.direct:
+            _multiply(xp, rows, w.expert(e, part), to)
+        else:
+            for cell in cells(part, n, k):
+                _multiply(xp, rows, w.expert(e, cell, room), to[:, cell.start - start : cell.stop - start])
         if m > 1:
             results[places] = to
 
 
-def _groups(xp: ModuleType, ids: Any, n_expert: int, keys: Any, at_most: int) -> Iterator[tuple[int, Any]]:
+def _groups(xp: ModuleType, ids: Any, n_expert: int, keys: Any, at_most: int) -> Iterable[tuple[int, Any]]:
     """(expert, places) for each used expert, lowest first; place t * n_used + i is the i-th choice of token t.
 
     Raises IndexOutOfRange before anything is computed. A token that names an expert twice may split a group, so that
     none has more rows than there are tokens.
     """
     n = ids.size
+    if at_most == 1:  # one token in a hurry
+        few = [(e, (place,)) for place, e in enumerate(ids.tolist()[0])]
+        if not 0 <= min(few)[0] <= max(few)[0] < n_expert:
+            raise IndexOutOfRange(2, "expert", ids, n_expert)
+        return few
     if not 0 <= int(ids.min()) <= int(ids.max()) < n_expert:
         raise IndexOutOfRange(2, "expert", ids, n_expert)
     xp.copyto(keys.reshape(ids.shape), ids)
@@ -186,15 +210,15 @@ def _groups(xp: ModuleType, ids: Any, n_expert: int, keys: Any, at_most: int) ->
     keys.sort()
     borders = xp.searchsorted(keys, xp.arange(n_expert + 1) * n).tolist()
     keys %= n
-    for e in range(n_expert):
-        for a in range(borders[e], borders[e + 1], at_most):
-            yield e, keys[a : min(a + at_most, borders[e + 1])]
+    return ((e, keys[a : min(a + at_most, borders[e + 1])]) for e in range(n_expert) for a in range(borders[e], borders[e + 1], at_most))
 
 
 def _rows_of_x(places: Any, n_used: int, n_rows: int) -> Any:
     """Rows of x, which has `n_rows` for each token, that belong to these places."""
     if n_rows == n_used:
         return places
+    if len(places) == 1:
+        return (int(places[0]) // n_used * n_rows + int(places[0]) % n_used % n_rows,)
     rows = places // n_used
     return rows if n_rows == 1 else rows * n_rows + places % n_used % n_rows
 
