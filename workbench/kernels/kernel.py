@@ -99,14 +99,15 @@ class Kernel:
     "elements" (any axis), "rows" (axis 2: ne1), "columns" (the kernel takes `part`, a slice of weight rows; they are
     the last axis of `out`), None (one task). Cutting `out` along an axis cuts the operands that are as long there and keeps
     those of length 1; any other length forbids it. ufunc: name of the NumPy ufunc that is the whole kernel wherever types
-    are equal and broadcasting suffices; it is then called directly. parts: for "columns", the slices that are one task
-    each, a function of shapes alone.
+    are equal and broadcasting suffices; it is then called directly. plain: like `fn`, but gives a cheaper call that does
+    the same here, or None. parts: for "columns", the slices that are one task each, a function of shapes alone.
     """
 
     fn: Callable[..., Any]
     work: Callable[[Tensor], int] | None = None
     cut: str | None = None
     ufunc: str = ""
+    plain: Callable[..., Step | None] | None = None
     parts: Callable[[Tensor], list[slice]] | None = None
 
     def bind(self, xp: ModuleType, operands: Sequence[Any], out: Any, params: dict[str, Any], **extra: Any) -> Step:
@@ -115,6 +116,8 @@ class Kernel:
             *operands, out = _simplest([*operands, out])
         if self.ufunc and all(a.dtype == out.dtype and _broadcasts(a.shape, out.shape) for a in operands):
             return partial(getattr(xp, self.ufunc), *operands, out)
+        if self.plain and (step := self.plain(xp, *operands, out=out, **params, **extra)):
+            return step
         return partial(self.fn, xp, *operands, out=out, **params, **extra)
 
 
