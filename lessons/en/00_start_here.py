@@ -35,7 +35,8 @@ model = state.model
 # %% tags=["device", "nbval-ignore-output"]
 from workbench.cli.doctor import examine
 
-found = [(f.what, f.found) for f in examine() if f.what in ("CPU", "memory", "BLAS", "GPU")]
+parts = ("CPU", "memory", "BLAS", "GPU")
+found = [(f.what, f.found) for f in examine() if f.what in parts]
 views.table(["", "found"], found, "What this machine has. A missing GPU is no problem.")
 
 # %% [markdown]
@@ -69,8 +70,10 @@ with models.Session(model) as session:
     ours = session.decode(recorded["tokens"])
 
 best = np.argsort(-theirs)[:5]
-rows = [(repr(model.tokenizer.decode([t])), f"{ours[t]:.3f}", f"{theirs[t]:.3f}") for t in best.tolist()]
-views.table(["next token", "here", "llama.cpp"], rows, "The five likeliest tokens after “… and his men compassed David”.")
+words = [repr(model.tokenizer.decode([token])) for token in best.tolist()]
+rows = zip(words, (f"{x:.3f}" for x in ours[best]), (f"{x:.3f}" for x in theirs[best]))
+views.table(["next token", "here", "llama.cpp"], rows,
+            "The five likeliest tokens after “… and his men compassed David”.")
 
 # %% tags=["reveal"]
 worst = float(np.abs(ours - theirs).max())
@@ -85,8 +88,10 @@ lesson.reveal("agreement", distance, largest=round(float(theirs.max()), 2))
 
 # %%
 graph = state.step.graph
-first = [(i, t.name, t.desc, "×".join(map(str, t.ne[:t.n_dims]))) for i, t in enumerate(graph.nodes[:10])]
-views.table(["node", "name", "operation", "shape"], first, "A token becomes a row of 128 numbers, then queries, keys and values.")
+first = [(i, t.name, t.desc, "×".join(map(str, t.ne[:t.n_dims])))
+         for i, t in enumerate(graph.nodes[:10])]
+views.table(["node", "name", "operation", "shape"], first,
+            "A token becomes a row of 128 numbers, then queries, keys and values.")
 
 # %% tags=["predict"]
 lesson.predict("nodes")
@@ -105,11 +110,12 @@ graph = state.step.graph
 place = {t: i for i, t in enumerate(graph.nodes)}
 assert all(place[s] < i for t, i in place.items() for s in t.sources() if s in place)
 
-layer = [t for t in graph.nodes if t.name.endswith("-2") and ("moe" in t.name or t.name == "l_out-2")]
-views.graph_picture(layer, "Every weight of layer 2's experts is read by one of three MUL_MAT_ID nodes, and all three take the "
-                    "ids of the chosen experts (ffn_moe_topk) as a source: the choice is data, made by the graph itself.",
-                    "Graph of the expert part of layer 2, top to bottom: router scores, softmax, sort, top 2; then the gate, up and "
-                    "down products of the chosen experts, weighted and added.")
+layer = [t for t in graph.nodes if t.name.endswith("-2") and ("moe" in t.name or "l_out" in t.name)]
+views.graph_picture(
+    layer, "The experts' weights are read by three MUL_MAT_ID nodes, and each of them takes the ids "
+    "of the chosen experts (ffn_moe_topk) as a source: the choice is data, made by the graph itself.",
+    "Graph of the expert part of layer 2, top to bottom: router scores, softmax, sort, top 2; then "
+    "the gate, up and down products of the chosen experts, weighted and added.")
 
 # %% [markdown]
 # How this graph is cut into *splits* for several devices comes with the scheduler, in lessons 08 to 13; here all of it
@@ -151,11 +157,13 @@ words, kept = [" Moses", " the", " me", " return", " 12"], {}
 
 def what_if(i):
     routes = state.routes(model.tokenizer.encode("And God said unto" + words[i]))
-    routes.require_weight_sum(model.hparams.router)        # the two weights of a token sum to one
+    routes.require_weight_sum(model.hparams.router)    # the weights of a token sum to one
     now = (words[i], [sorted(layer[-1].tolist()) for layer in routes.experts])
     a, kept["last"] = kept.get("last", now), now
-    rows = [(n, *(f"{e[0]} and {e[1]}" for e in (x, y)), "" if x == y else "differs") for n, (x, y) in enumerate(zip(a[1], now[1]))]
-    return views.table(["layer", f"A: “{a[0]}”", f"B: “{now[0]}”", ""], rows, "Experts of the last word of “And God said unto …”.")
+    rows = [(n, *(f"{e[0]} and {e[1]}" for e in (x, y)), "" if x == y else "differs")
+            for n, (x, y) in enumerate(zip(a[1], now[1]))]
+    return views.table(["layer", f"A: “{a[0]}”", f"B: “{now[0]}”", ""], rows,
+                       "Experts of the last word of “And God said unto …”.")
 
 _ = what_if(0)
 widgets.Range(value=1, max=4, label="last word", names=words).drive(what_if)
@@ -173,13 +181,14 @@ attention = 2 * hp.n_embd * hp.n_embd + 2 * hp.n_embd * hp.n_embd_kv
 outside = 2 * hp.n_vocab * hp.n_embd + hp.n_embd
 per_layer = attention + 2 * hp.n_embd + hp.n_expert * hp.n_embd
 total = outside + hp.n_layer * (per_layer + hp.n_expert * expert)
-used = [t for t in state.step.graph.nodes if t.op == "MUL_MAT_ID"]
-read = sum(t.src[2].ne[0] * t.src[0].nb[2] for t in used)
-views.side_by_side([("parameters", total, model.n_params), ("parameters, by the model card", total, 3_776_128),
-                    ("bytes: 2 each, against the file", 2 * total, model.path.stat().st_size),
-                    ("expert bytes read for one token", 2 * hp.n_layer * hp.n_expert_used * expert, read),
-                    ("all expert bytes, against those read", 2 * hp.n_layer * hp.n_expert * expert, read)],
-                   caption="The file is a little larger: norms and routers are f32, and the vocabulary is in it.")
+read = sum(t.src[2].ne[0] * t.src[0].nb[2] for t in state.step.graph.nodes if t.op == "MUL_MAT_ID")
+all_experts = 2 * hp.n_layer * hp.n_expert * expert
+views.side_by_side([
+    ("parameters: formula, tensors of the file", total, model.n_params),
+    ("parameters: formula, model card", total, 3_776_128),
+    ("bytes: 2 per parameter, the file", 2 * total, model.path.stat().st_size),
+    ("expert bytes of one token: k/E of all, the graph", all_experts // 4, read)],
+    ("predicted", "found"), "The file is 1% larger: norms and routers are f32, and the vocabulary is in it.")
 
 # %% tags=["predict"]
 lesson.predict("resident")
@@ -187,19 +196,20 @@ lesson.predict("resident")
 # %%
 seen, growth = set(), []
 for token in state.run:
-    seen |= {(n, e) for n, experts in enumerate(token["experts"]) for e in experts}
+    seen |= {(n, e) for n, ids in enumerate(token["experts"]) for e in ids}
     growth.append(len(seen))
 
 figure = views.new_figure(7.2, 2.6)
-axes = figure.add_subplot(xlabel="tokens", ylabel="experts", ylim=(0, 52), title="Experts needed at least once")
+axes = figure.add_subplot(xlabel="tokens", ylabel="experts needed so far", ylim=(0, 52))
 axes.step(range(1, len(growth) + 1), growth, where="post", color=views.OKABE_ITO[4], lw=2)
 axes.axhline(12, color=views.OKABE_ITO[5], ls="--")
 axes.text(len(growth), 14, "12 for any one token", ha="right", color=views.OKABE_ITO[5])
-views.picture(figure, f"The number of different experts used grows from 12 at the first token to {growth[-1]} of 48.",
-              f"After {growth.index(max(growth)) + 1} tokens {max(growth)} of 48 experts have been used: active is not resident.")
+views.picture(
+    figure, f"Different experts used so far: 12 at the first token, {growth[-1]} of 48 at the last.",
+    f"After {growth.index(growth[-1]) + 1} tokens {growth[-1]} of the 48 experts have been used.")
 
 # %% tags=["reveal"]
-needed = {(n, e) for token in state.run for n, experts in enumerate(token["experts"]) for e in experts}
+needed = {(n, e) for token in state.run for n, ids in enumerate(token["experts"]) for e in ids}
 lesson.reveal("resident", len(needed), tokens=len(state.run), all=hp.n_layer * hp.n_expert)
 
 # %% tags=["predict"]
@@ -208,36 +218,31 @@ lesson.predict("hit")
 # %% tags=["reveal"]
 experts = model.experts(2)
 matrices = (experts.gate, experts.up, experts.down)
-lesson.reveal("hit", sum(w.nb[2] for w in matrices), flops=sum(2 * w.ne[0] * w.ne[1] for w in matrices))
+flops = sum(2 * w.ne[0] * w.ne[1] for w in matrices)
+lesson.reveal("hit", sum(w.nb[2] for w in matrices), flops=flops)
 
 # %% [markdown]
 # ## 7 · Step through a text · 5 min
 #
 # The same text, one token at a time, in layer 5. Use the buttons, or click into the row of buttons and press ← → Home End; *n* and *p*
-# jump to the next and the previous change. The sentence names the cause of each step.
+# jump to the next and the previous change. The sentence names the cause.
 
 # %%
 trace = views.route_steps(state.run, layer=5, n_expert=8)
 assert all(abs(sum(mark[2] for mark in step["marks"]) - 1) < 1e-3 for step in trace["steps"])
-widgets.Stepper(trace, "In layer 5 experts stay for stretches of the text: neighbouring tokens often share one. A cache can use that.")
+widgets.Stepper(trace, "Neighbouring tokens often share an expert in layer 5. A cache can use that.")
 
 # %% [markdown]
 # Do experts have subjects? Nobody told them to. Count which ones 192 tokens of each kind of text used.
 
 # %%
-hp, grid = model.hparams, {}
-for name, routes in state.domains.items():
-    grid[name] = routes.counts()[5] / routes.n_tokens / hp.n_expert_used
-figure = views.new_figure(6.4, 2.9)
-axes = figure.add_subplot(xlabel="expert of layer 5")
-axes.imshow(list(grid.values()), cmap=views.QUANTITY, vmin=0, vmax=0.5, aspect="auto")
-axes.set_yticks(range(len(grid)), list(grid))
-for y, row in enumerate(grid.values()):
-    for x, share in enumerate(row):
-        axes.text(x, y, f"{share:.0%}", ha="center", va="center", color="white" if share < 0.3 else "black", fontsize=8)
-top = max(grid, key=lambda name: grid[name].max())
-views.picture(figure, "Share of each expert of layer 5 in the choices of six kinds of text.",
-              f"Equal use would be 12.5 % everywhere. In layer 5 one expert takes {max(grid[top]):.0%} of all choices on {top}.")
+shares = {name: routes.counts()[5] / routes.n_tokens / model.hparams.n_expert_used
+          for name, routes in state.domains.items()}
+top = max(shares, key=lambda name: shares[name].max())
+views.heat_picture(
+    shares, f"Equal use would be 12.5% everywhere; one expert takes {max(shares[top]):.0%} of {top}.",
+    "Heat map: share of each expert of layer 5 in the choices of six kinds of text.",
+    "expert of layer 5", top=0.5)
 
 # %% [markdown]
 # ## 8 · Your turn · 6 min
@@ -302,20 +307,21 @@ def route(scores, k):
 tokens = model.tokenizer.encode(state.prompt)
 routes = state.routes(tokens)
 on = [(row, 2) for row in state.scores(tokens, layer=2)]
-expected = [(ids, weights) for ids, weights in zip(routes.experts[2], routes.weights[2])]
-lesson.check("route", route, expected, on, [f"token {i}, {model.tokenizer.decode([t])!r}" for i, t in enumerate(tokens)], tolerance=1e-4)
+expected = list(zip(routes.experts[2], routes.weights[2]))
+steps = [f"token {i}, {model.tokenizer.decode([t])!r}" for i, t in enumerate(tokens)]
+lesson.check("route", route, expected, on, steps, tolerance=1e-4)
 
 # %% [markdown]
 # **Tier 3.** Suppose memory holds only the experts of the token just before. How many must be loaded for each token?
 
 # %% tags=["exercise", "tier-3"]
 def loads(experts):
-    """experts: one list of ids per token. Returns one number per token: how many the token before did not use."""
+    """experts: a list of ids per token. Returns, per token, how many the one before did not use."""
     raise NotImplementedError
 
 # %% tags=["solution"]
 def loads(experts):
-    """experts: one list of ids per token. Returns one number per token: how many the token before did not use."""
+    """experts: a list of ids per token. Returns, per token, how many the one before did not use."""
     before, counts = set(), []
     for ids in experts:
         counts.append(len(set(ids) - before))
@@ -334,7 +340,7 @@ def loads(experts):
 trace = views.route_steps(state.run, layer=5, n_expert=8)
 experts = [token["experts"][5] for token in state.run]
 expected = [step["new"] for step in trace["steps"]]
-lesson.check("loads", lambda: loads(experts), [expected], [()], [f"all {len(experts)} tokens of the text above"])
+lesson.check("loads", lambda: loads(experts), [expected], [()], [f"all {len(experts)} tokens"])
 
 # %% [markdown]
 # ## 9 · What is what, and what comes next · 2 min
@@ -350,11 +356,16 @@ lesson.check("loads", lambda: loads(experts), [expected], [()], [f"all {len(expe
 # | `models.Sampler` | `llama_sampler` | penalties, grammars |
 #
 # **Next, 01:** the word *tensor* is opened: shape, strides, views without copies, and why q4_0 takes 18 bytes for 32 numbers.
-
-# %%
-views.table(["you want to know", "lessons"], [
-    ("what tensors, contexts and graphs are", "01 to 03"), ("where memory and time go on a CPU", "04 and 05"),
-    ("how a graph is trained", "06"), ("why llama.cpp split my graph like this", "07 to 14, core: 08 to 12"),
-    ("how expert layers work and what they cost", "15 to 18, core: 16"), ("how experts move between memories", "19 to 22, core: 19, 21, 22"),
-    ("how to run a model that does not fit", "23 to 26"), ("all of this with my own GGUF file", "27")],
-    "A day's path: 00 01 03 04 07 08–12 16 19 21 22. This is lesson 00 of 28; the others arrive one by one.")
+#
+# | you want to know | lessons |
+# |---|---|
+# | what tensors, contexts and graphs are | **01**, 02, **03** |
+# | where memory and time go on a CPU | **04**, 05 |
+# | how a graph is trained | 06 |
+# | why llama.cpp split my graph like this | **07**, **08 to 12**, 13, 14 |
+# | how expert layers work, and what they cost | 15, **16**, 17, 18 |
+# | how experts move between memories | **19**, 20, **21**, **22** |
+# | how to run a model that does not fit | 23 to 26 |
+# | all of this with a GGUF file of my own | 27 |
+#
+# The bold ones are the core, a day's path. They arrive one by one; this is the first.

@@ -126,11 +126,12 @@ class Page:
         before = file.stat().st_mtime_ns
         self.page.keyboard.press("Escape")
         self.page.keyboard.press("Control+s")
-        for _ in range(200):
-            if file.stat().st_mtime_ns != before:
-                break
+        for _ in range(400):
             self.page.wait_for_timeout(50)
-        return json.loads(file.read_text("utf-8"))
+            if file.stat().st_mtime_ns != before:
+                with contextlib.suppress(ValueError):  # the server is still writing
+                    return json.loads(file.read_text("utf-8"))
+        raise TimeoutError(f"{name} was not saved")
 
     def axe(self, script):
         """Findings in output areas: (rule, impact, number of places, first place)."""
@@ -138,10 +139,12 @@ class Page:
         return self.page.evaluate("""() => axe.run({include: [['.jp-Cell-outputArea']]}, {resultTypes: ['violations']})
             .then(r => r.violations.map(v => [v.id, v.impact, v.nodes.length, v.nodes[0].target.join(' '), v.nodes[0].failureSummary]))""")
 
-    def shots(self, folder, name, parts=(".wb", ".jp-Cell-outputArea figure")):
+    def shot(self, file):
         """The whole notebook as one long picture, for a person to look at."""
-        height = self.page.evaluate("() => Math.min(16000, document.querySelector('.jp-WindowedPanel-outer').scrollHeight + 160)")
+        panel = "document.querySelector('.jp-WindowedPanel-outer')"
+        height = self.page.evaluate(f"() => Math.min(16000, {panel}.scrollHeight + 160)")
         self.page.set_viewport_size({"width": 1280, "height": max(1000, int(height))})
+        self.page.evaluate(f"() => {{ {panel}.scrollTop = 0; }}")
         self.page.wait_for_timeout(700)
-        self.page.screenshot(path=folder / f"{name}.png")
+        self.page.screenshot(path=file)
         self.page.set_viewport_size({"width": 1280, "height": 1000})

@@ -14,7 +14,7 @@ from matplotlib.patches import Rectangle
 
 from workbench.errors import shown
 from workbench.views.figures import Picture, new_figure, picture
-from workbench.views.palette import style
+from workbench.views.palette import QUANTITY, style
 
 CAUSES = {
     "start": "{token} is the first token: the router gives its best scores to experts {experts}.",
@@ -47,6 +47,18 @@ def raster_picture(trace: dict[str, Any], caption: str, k: int | None = None, ax
         axes.spines[side].set_visible(False)
     used = "; ".join(f"{shown(s['label'], 20)!r}: {', '.join(str(lanes[m[0]]) for m in s['marks'])}" for s in steps)
     return picture(figure, f"{shown(trace['title'], 200)}. Column by column: {used}.", caption)
+
+
+def heat_picture(rows: Mapping[str, Sequence[float]], caption: str, alt: str, xlabel: str = "", top: float = 1.0) -> Picture:
+    """Shares as a heat map: one line per row, each value written into its cell; `top` is the end of the scale."""
+    figure = new_figure(6.4, 0.8 + 0.35 * len(rows))
+    axes = figure.add_subplot(xlabel=xlabel)
+    axes.imshow(list(rows.values()), cmap=QUANTITY, vmin=0, vmax=top, aspect="auto")
+    axes.set_yticks(range(len(rows)), list(rows))
+    for y, row in enumerate(rows.values()):
+        for x, share in enumerate(row):
+            axes.text(x, y, f"{share:.0%}", ha="center", va="center", color="white" if share < 0.6 * top else "black", fontsize=8)
+    return picture(figure, alt, caption)
 
 
 def route_steps(tokens: Sequence[Mapping[str, Any]], layer: int, n_expert: int, name: int | None = None) -> dict[str, Any]:

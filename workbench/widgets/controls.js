@@ -21,7 +21,7 @@ function question({model, el}) {
 function range({model, el}) {
   const id = uid('range'), shown = h('output', {htmlFor: id});
   const input = h('input', {type: 'range', id, oninput: () => { model.set('value', +input.value); model.save_changes(); }});
-  const picture = h('div', {});
+  const picture = h('div', {className: 'wb-below'});
   const draw = () => {
     Object.assign(input, {min: model.get('min'), max: model.get('max'), step: model.get('step')});
     input.value = model.get('value');

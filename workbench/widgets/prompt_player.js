@@ -41,11 +41,12 @@ function render({model, el, signal}) {
     stop.disabled = !running;
     say.textContent = sentence(record, k, layer);
     note.textContent = model.get('message');
-    const tokens = record.tokens.map((t, i) => paint(h('span', {className: 'wb-token' + (t.given ? ' wb-given' : ''), role: 'option', id: `${list}-${i}`,
+    const tokens = record.tokens.flatMap((t, i) => [paint(h('span', {className: 'wb-token' + (t.given ? ' wb-given' : ''), role: 'option', id: `${list}-${i}`,
       'aria-selected': String(i === k), title: sentence(record, i, layer), onclick: () => choose(i)},
-      t.text.includes('\n') ? visible(t.text).replaceAll('⏎', '⏎\n') : visible(t.text), h('sub', {}, String(t.experts[layer][0]))), model.get('looks'), t.experts[layer][0]));
-    text.replaceChildren(...tokens);
-    if (tokens[k]) { text.setAttribute('aria-activedescendant', `${list}-${k}`); keep(text, tokens[k]); }
+      visible(t.text), h('sub', {}, String(t.experts[layer][0]))), model.get('looks'), t.experts[layer][0]), t.text.includes('\n') ? h('br') : null]);
+    text.replaceChildren(...tokens.filter(Boolean));
+    const chosen = document.getElementById(`${list}-${k}`);
+    if (chosen) { text.setAttribute('aria-activedescendant', chosen.id); keep(text, chosen); }
     const rows = record.tokens.map((t, i) => [String(i), visible(t.text), t.experts[layer].join(', '), t.weights[layer].map(w => w.toFixed(2)).join(', ')]);
     table.replaceChildren(tableOf(['token', 'text', 'experts', 'weights'], rows, `Layer ${record.layers[layer]}`, k));
     const row = table.querySelector('.wb-current');

@@ -1,7 +1,7 @@
 // Steps of anything: a trace and a position. `draw(trace, k)` reads trace.steps[0..k] and nothing beyond.
 function raster(trace, k, looks) {
   const cells = Array.from({length: trace.steps.length}, (_, x) => x <= k ? trace.steps[x] : null);
-  const head = h('tr', {}, h('td', {}), ...cells.map(s => h('th', {scope: 'col'}, s ? visible(s.label) : '')));
+  const head = h('tr', {}, h('td', {}), ...cells.map((s, x) => h('th', {scope: 'col', className: x === k ? 'wb-now' : ''}, h('span', {}, s ? visible(s.label).slice(0, 13) : ''))));
   const body = trace.lanes.map((name, lane) => h('tr', {}, h('th', {scope: 'row'}, name), ...cells.map((s, x) => {
     const mark = s && s.marks.find(m => m[0] === lane);
     const td = h('td', {className: (mark ? 'wb-mark ' : '') + (s && s.change ? 'wb-change ' : '') + (x === k ? 'wb-now' : '')}, mark ? mark[1] : '');
@@ -20,8 +20,8 @@ function render({model, el, signal}) {
     for (let k = model.get('k') + way; k >= 0 && k < steps.length; k += way) if (steps[k].change) return go(k);
   };
   const button = (text, label, act) => h('button', {type: 'button', 'aria-label': label, title: label, onclick: act}, text);
-  const first = button('⏮', 'first step (Home)', () => go(0)), back = button('◀', 'one step back (left arrow)', () => go(model.get('k') - 1));
-  const on = button('▶', 'one step on (right arrow)', () => go(model.get('k') + 1)), end = button('⏭', 'last step (End)', () => go(last()));
+  const first = button('|◀', 'first step (Home)', () => go(0)), back = button('◀', 'one step back (left arrow)', () => go(model.get('k') - 1));
+  const on = button('▶', 'one step on (right arrow)', () => go(model.get('k') + 1)), end = button('▶|', 'last step (End)', () => go(last()));
   const less = button('⇤ change', 'previous change (p)', () => jump(-1)), more = button('change ⇥', 'next change (n)', () => jump(1));
   const place = h('span', {});
   const act = {ArrowLeft: () => go(model.get('k') - 1), ArrowRight: () => go(model.get('k') + 1), Home: () => go(0), End: () => go(last()),

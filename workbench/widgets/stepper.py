@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 from typing import Any
 
 import traitlets
@@ -11,6 +10,9 @@ from workbench.errors import ParameterError, shown
 from workbench.views.rasters import raster_picture
 from workbench.views.tables import table
 from workbench.widgets.base import Shown, script
+
+STORED = 32
+"""Steps in the stored picture; more would be too small to read."""
 
 
 class Stepper(Shown):
@@ -35,10 +37,10 @@ class Stepper(Shown):
         return repr(self._changes())
 
     def stored_html(self) -> str:
-        """The whole raster as a picture, and every change as a row."""
-        return raster_picture(self.trace, self._caption or self.trace["title"]).html() + self._changes().html()
+        """The first steps as a picture, and the first changes as rows."""
+        return raster_picture(self.trace, self._caption or self.trace["title"], STORED - 1).html() + self._changes().html()
 
     def _changes(self) -> Any:
         rows = [(i + 1, s["label"], s["sentence"]) for i, s in enumerate(self.trace["steps"]) if s.get("change") or i == 0]
-        return table(["step", "", "what changed"], rows[:12], f"{shown(html.unescape(self.trace['title']))}: "
+        return table(["step", "", "what changed"], rows[:12], f"{shown(self.trace['title'])}: "
                      f"{'the first 12 of ' * (len(rows) > 12)}{len(rows)} changes in {len(self.trace['steps'])} steps.")
