@@ -224,9 +224,8 @@ _OWN = {"f16": _decode_f16, "bf16": _decode_bf16, "q8_0": _decode_q8_0, "q4_0": 
 _OWN_ENCODE = {"bf16": _encode_bf16, "q8_0": _encode_q8_0}
 
 for _name, _t in DTYPES.items():
-    _plain = _t.numpy is not None
-    _t.decode = _OWN.get(_name) or (partial(_decode_plain, _t.numpy) if _plain else partial(_decode_by_gguf, _name))
-    _t.encode = _OWN_ENCODE.get(_name) or (partial(_encode_plain, _t.numpy) if _plain else partial(_encode_by_gguf, _name))
+    _t.decode = _OWN.get(_name) or (partial(_decode_plain, _t.numpy) if _t.numpy else partial(_decode_by_gguf, _name))
+    _t.encode = _OWN_ENCODE.get(_name) or (partial(_encode_plain, _t.numpy) if _t.numpy else partial(_encode_by_gguf, _name))
 
 
 # ---- activation_rounding="ggml"

@@ -85,7 +85,8 @@ class IndexOutOfRange(ParameterError):
     def named(self, node: Tensor) -> IndexOutOfRange:
         """The same error with the names of tensor and node."""
         source = node.src[self.operand]
-        return IndexOutOfRange(self.operand, self.what, self.indices, self.limit, f"{source.label if source else '?'}, a source of {node.label}")
+        label = f"{source.label if source else '?'}, a source of {node.label}"
+        return IndexOutOfRange(self.operand, self.what, self.indices, self.limit, label)
 
     def __reduce__(self) -> tuple[type, tuple[str, str, str]]:
         return ParameterError, (self.found, self.expected, self.hint)

@@ -43,8 +43,8 @@ def columns(node: Tensor) -> list[slice]:
 
 def _multiply(xp: ModuleType, x: Any, w: Any, out: Any) -> None:
     """`out = x @ w.T` over the last two axes."""
-    n = w.shape[-2]
-    step = _tile(*x.shape[-2:], n)
+    (t, k), n = x.shape[-2:], w.shape[-2]
+    step = _tile(t, k, n)
     if step >= n:
         xp.matmul(x, w.swapaxes(-1, -2), out=out)
         return
@@ -84,7 +84,7 @@ def _one_call(xp: ModuleType, w: WeightSource, x: Any, *, out: Any, part: slice 
     if not (isinstance(w, DecodedWeights) and w.direct and _blas_layout(x) and {*w.shape[:2], *x.shape[:2]} == {1}):
         return None
     rows = w.matrix(0, 0, part)
-    if _tile(*x.shape[2:], len(rows)) < len(rows):
+    if _tile(x.shape[2], x.shape[3], len(rows)) < len(rows):
         return None
     return partial(xp.matmul, x[0, 0], rows.swapaxes(0, 1), out=out[0, 0, :, part])
 

@@ -74,7 +74,8 @@ def get_rows(a: Tensor, rows: Tensor) -> Tensor:
     if rows.dtype is not I32:
         raise DTypeError(f"GET_ROWS: indices are {rows.dtype}", "i32 row numbers")
     if a.ne[2] != rows.ne[1] or a.ne[3] != rows.ne[2] or rows.ne[3] != 1:
-        raise ShapeError(f"GET_ROWS: a.ne={a.ne}, rows.ne={rows.ne}", f"rows of ne [n, {a.ne[2]}, {a.ne[3]}, 1]: indices for each batch of a")
+        raise ShapeError(f"GET_ROWS: a.ne={a.ne}, rows.ne={rows.ne}",
+                         f"rows of ne [n, {a.ne[2]}, {a.ne[3]}, 1]: indices for each batch of a")  # fmt: skip
     return result(I32 if a.dtype is I32 else F32, (a.ne[0], *rows.ne[:3]), op="GET_ROWS", spec=GET_ROWS, src=(a, rows))
 
 
@@ -88,7 +89,8 @@ def set_rows(dst: Tensor, src: Tensor, rows: Tensor) -> Tensor:
     if dst.ne[0] != src.ne[0] or dst.ne[2:] != src.ne[2:]:
         raise ShapeError(f"SET_ROWS: dst.ne={dst.ne}, src.ne={src.ne}", "equal row lengths ne[0] and batches ne[2], ne[3]")
     if rows.ne[0] != src.ne[1] or rows.ne[3] != 1 or any(m == 0 or n % m for n, m in zip(src.ne[2:], rows.ne[1:3], strict=True)):
-        raise ShapeError(f"SET_ROWS: rows.ne={rows.ne} for src.ne={src.ne}", f"{src.ne[1]} indices; rows.ne[1] and ne[2] divide the batches of src")
+        raise ShapeError(f"SET_ROWS: rows.ne={rows.ne} for src.ne={src.ne}",
+                         f"{src.ne[1]} indices; rows.ne[1] and ne[2] divide the batches of src")  # fmt: skip
     if not (dst.has_contiguous_rows and src.has_contiguous_rows):
         raise ShapeError(f"SET_ROWS: nb of dst {dst.nb}, of src {src.nb}", "elements of a row side by side", "cont(src) first")
     return result(dst.dtype, dst.ne, dst.nb, op="SET_ROWS", spec=SET_ROWS, src=(src, rows, dst), view_src=dst, name=f"{dst.name} (view)")

@@ -57,15 +57,18 @@ def mul_mat_id(w: Tensor, x: Tensor, ids: Tensor) -> Tensor:
     if ids.dtype is not I32:
         raise DTypeError(f"MUL_MAT_ID: ids are {ids.dtype}", "i32 expert numbers", "the result of top_k or argsort is i32")
     if w.ne[3] != 1 or x.ne[3] != 1 or ids.ne[2:] != (1, 1):
-        raise ShapeError(f"MUL_MAT_ID: w.ne={w.ne}, x.ne={x.ne}, ids.ne={ids.ne}", "w [k, n, experts], x [k, 1 or n_used, t], ids [n_used, t]")
+        raise ShapeError(f"MUL_MAT_ID: w.ne={w.ne}, x.ne={x.ne}, ids.ne={ids.ne}",
+                         "w [k, n, experts], x [k, 1 or n_used, t], ids [n_used, t]")  # fmt: skip
     if w.ne[0] != x.ne[0]:
-        raise ShapeError(f"MUL_MAT_ID: w.ne={w.ne} and x.ne={x.ne}", f"equal ne[0]: a row of an expert ({w.ne[0]}) meets a row of x ({x.ne[0]})",
+        raise ShapeError(f"MUL_MAT_ID: w.ne={w.ne} and x.ne={x.ne}",
+                         f"equal ne[0]: a row of an expert ({w.ne[0]}) meets a row of x ({x.ne[0]})",
                          _advice(w, x))  # fmt: skip
     if ids.ne[1] != x.ne[2]:
         raise ShapeError(f"MUL_MAT_ID: ids.ne={ids.ne} and x.ne={x.ne}", f"a list of experts per token: ids.ne[1] == x.ne[2] = {x.ne[2]}",
                          f"reshape x to [{x.ne[0]}, 1, tokens]")  # fmt: skip
     if x.ne[1] == 0 or ids.ne[0] % x.ne[1]:
-        raise ShapeError(f"MUL_MAT_ID: x.ne[1]={x.ne[1]} rows per token for {ids.ne[0]} used experts", "1 row, or a divisor of the experts used")
+        raise ShapeError(f"MUL_MAT_ID: x.ne[1]={x.ne[1]} rows per token for {ids.ne[0]} used experts",
+                         "1 row, or a divisor of the experts used")  # fmt: skip
     return result(F32, (w.ne[1], ids.ne[0], x.ne[2], 1), op="MUL_MAT_ID", spec=MUL_MAT_ID, src=(w, x, ids))
 
 
@@ -85,7 +88,8 @@ def _check_weight(spec: OpSpec, w: Tensor, x: Tensor) -> None:
     for t, name in (w, "first"), (x, "second"):
         if _is_whole_number(t.dtype) or (name == "second" and t.dtype.quantised):
             raise DTypeError(f"{spec.name}: the {name} operand {t.label} is {t.dtype}",
-                             "floating-point or quantised weights times f32, f16 or bf16 rows", f"cast(x, 'f32') for the {name} operand")  # fmt: skip
+                             "floating-point or quantised weights times f32, f16 or bf16 rows",
+                             f"cast(x, 'f32') for the {name} operand")  # fmt: skip
 
 
 def _check_batches(spec: OpSpec, a: Tensor, b: Tensor) -> None:
