@@ -111,3 +111,17 @@ class Lesson00:
         with models.Session(self.model, recording=True) as session:
             session.decode(tokens)
             return session.routes
+
+
+class Lesson01:
+    """Tensors: the tiny Mixtral as it is stored in three types."""
+
+    @cached_property
+    def models(self) -> dict[str, models.Model]:
+        """The same weights in three files, by storage type."""
+        return {kind: models.load(f"tiny-mixtral-{kind}") for kind in ("f16", "q8_0", "q4_0")}
+
+    def __getattr__(self, kind: str) -> models.Model:
+        if kind in ("f16", "q8_0", "q4_0"):
+            return self.models[kind]
+        raise AttributeError(kind)

@@ -52,6 +52,23 @@ def side_by_side(rows: Iterable[tuple[str, float, float]], columns: tuple[str, s
     return Table(["", *columns, "ratio"], [[what, one, other, f"{other / one:.3f}" if one else "-"] for what, one, other in rows], caption)
 
 
+class Stack:
+    """Views below each other, as one."""
+
+    def __init__(self, *parts: Any) -> None:
+        self.parts = parts
+
+    def html(self) -> str:
+        """All of them."""
+        return "".join(part.html() for part in self.parts)
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
+        return {"text/html": self.html(), "text/plain": repr(self)}
+
+    def __repr__(self) -> str:
+        return "\n\n".join(map(repr, self.parts))
+
+
 def text(value: Any) -> str:
     """One value in the house format."""
     if value is None:

@@ -15,9 +15,9 @@ FOLDER = Path(__file__).parent
 LOOKS = [[style(i).fill, style(i).ink] for i in range(8)]
 
 
-def script(name: str) -> str:
-    """The module of a widget: the helpers that all share, then its own file. No network, no build step."""
-    return "\n".join((FOLDER / f"{part}.js").read_text("utf-8") for part in ("common", name))
+def script(*names: str) -> str:
+    """The module of a widget: the helpers that all share, then its own files. No network, no build step."""
+    return "\n".join((FOLDER / f"{part}.js").read_text("utf-8") for part in ("common", *names))
 
 
 class Shown(anywidget.AnyWidget):

@@ -42,7 +42,7 @@ function render({model, el, signal}) {
     first.disabled = back.disabled = k === 0;
     on.disabled = end.disabled = k === last();
     const scroll = picture.scrollLeft;
-    picture.replaceChildren(raster(trace, k, model.get('looks')));
+    picture.replaceChildren((trace.kind === 'memory' ? memory : raster)(trace, k, model.get('looks')));
     picture.scrollLeft = scroll;
     const now = picture.querySelector('.wb-now');
     if (now && (now.offsetLeft < scroll || now.offsetLeft > scroll + picture.clientWidth - 40)) picture.scrollLeft = now.offsetLeft - picture.clientWidth / 2;

@@ -7,22 +7,24 @@ from typing import Any
 import traitlets
 
 from workbench.errors import ParameterError, shown
+from workbench.views.memory import memory_picture
 from workbench.views.rasters import raster_picture
 from workbench.views.tables import table
 from workbench.widgets.base import Shown, script
+
 
 STORED = 32
 """Steps in the stored picture; more would be too small to read."""
 
 
 class Stepper(Shown):
-    """Steps of a trace (the form is described in `workbench.views.rasters`, with "table" and "columns" for the table beside it).
+    """Steps of a trace (the forms are described in `workbench.views.rasters` and `workbench.views.memory`, with "table" and "columns" for the table beside it).
 
     Keys: ← → Home End Space, n and p for the next and the previous change. `k` is the step shown. What is drawn for
     step k depends on the first k + 1 steps only.
     """
 
-    _esm = script("stepper")
+    _esm = script("memory", "stepper")
     trace = traitlets.Dict().tag(sync=True)
     k = traitlets.Int(0).tag(sync=True)
 
@@ -38,7 +40,10 @@ class Stepper(Shown):
 
     def stored_html(self) -> str:
         """The first steps as a picture, and the first changes as rows."""
-        return raster_picture(self.trace, self._caption or self.trace["title"], STORED - 1).html() + self._changes().html()
+        caption = self._caption or self.trace["title"]
+        memory = self.trace.get("kind") == "memory"
+        seen = memory_picture(self.trace, caption) if memory else raster_picture(self.trace, caption, STORED - 1)
+        return seen.html() + self._changes().html()
 
     def _changes(self) -> Any:
         rows = [(i + 1, s["label"], s["sentence"]) for i, s in enumerate(self.trace["steps"]) if s.get("change") or i == 0]
