@@ -23,9 +23,6 @@ KINDS: dict[str, tuple[str, ...]] = {
     "node": ("tensor", "index"),  # … becomes a node
     "place": ("tensor", "buffer", "chunk", "offset", "bytes"),
     "reuse": ("tensor", "parent"),
-    "refuse": ("tensor", "parent", "cause"),  # why not in place
-    "shrink": ("tensor", "buffer", "chunk", "offset", "bytes"),  # given back by a smaller child
-    "keep": ("tensor", "cause"),
     "free": ("tensor",),
     "assign": ("stage", "tensor", "backend", "cause"),
     "compute": ("node",),
@@ -102,6 +99,10 @@ class Trace:
     def node(self, index: int, start: int, end: int) -> None:
         """Record that a node was computed: the quick way that an execution plan uses."""
         self.events.append(Event("compute", start, end, (index,)))
+
+    def task(self, node: int, task: int, thread: int, first: int, last: int, start: int, end: int) -> None:
+        """Record that a thread computed a part of a node: rows first … last - 1 of its result."""
+        self.events.append(Event("task", start, end, (node, task, thread, first, last)))
 
     def word(self, text: str) -> int:
         """The id of a string, interned at its first use."""

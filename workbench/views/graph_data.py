@@ -62,18 +62,23 @@ def as_graph(thing: Any) -> CGraph:
     raise ParameterError(f"a {type(thing).__name__}", "a CGraph, a model's step, a trace with a graph, or tensors")
 
 
+def all_ids(graph: CGraph) -> dict[Tensor, int]:
+    """The ids of `graph_data`: leafs, nodes, and what the graph uses without holding it."""
+    held = [*graph.leafs, *graph.nodes]
+    return {t: i for i, t in enumerate(dict.fromkeys([*held, *(s for t in held for s in (*t.src, t.view_src) if s is not None)]))}
+
+
 def graph_data(graph: CGraph, title: str = "") -> dict[str, Any]:
     """Everything the views say about `graph`, as plain data."""
     graph.require_open()
-    held = [*graph.leafs, *graph.nodes]
-    tensors = list(dict.fromkeys([*held, *(s for t in held for s in (*t.src, t.view_src) if s is not None)]))
-    ids = {t: i for i, t in enumerate(tensors)}
+    ids = all_ids(graph)
+    tensors, n_held = list(ids), len(graph.leafs) + len(graph.nodes)
     layers, causes = layers_of(graph), _causes(graph)
     written = {t.root() for t in graph.nodes if t.op in ("CPY", "SET_ROWS") and t.is_view}
-    names = [_name(t, i, len(graph.leafs), len(held)) for i, t in enumerate(tensors)]
+    names = [_name(t, i, len(graph.leafs), n_held) for i, t in enumerate(tensors)]
     records = []
     for i, t in enumerate(tensors):
-        tag = f"leaf {i}" if i < len(graph.leafs) else f"node {i - len(graph.leafs)}" if i < len(held) else "outside"
+        tag = f"leaf {i}" if i < len(graph.leafs) else f"node {i - len(graph.leafs)}" if i < n_held else "outside"
         records.append({
             "tag": tag, "name": names[i], "op": t.desc if t.op != "NONE" else "", "type": t.dtype.name, "ne": [*t.ne], "nb": [*t.nb],
             "dims": t.n_dims, "bytes": t.nbytes, "params": {k: _param(v) for k, v in t.params.items() if v is not None},
@@ -142,14 +147,14 @@ def _why(i: int, records: list[dict[str, Any]], n_leafs: int) -> str:
     """The cause of a tensor's place, as a sentence."""
     r = records[i]
     if r["tag"] == "outside" or i < n_leafs:
-        return f"{r['tag']}: {r['cause']}."
+        return f"{r['cause']}."
     sources = list(dict.fromkeys(s for s in r["src"] if s is not None and s != i))
     late = [s for s in sources if s > i]
     if late:
-        return f"{r['tag']}: stands before its source {_said(records[late[0]])}, so this order cannot be computed; {r['cause']}."
+        return f"stands before its source {_said(records[late[0]])}, so this order cannot be computed; {r['cause']}."
     before = ", ".join(records[s]["tag"] for s in sources)
-    after = f"after its source{'s' * (len(sources) > 1)} {before}" if sources else "it has no sources"
-    return f"{r['tag']}: {after}; {r['cause']}."
+    after = f"after its source{'s' * (len(sources) > 1)} {before}" if sources else "without sources"
+    return f"{after}; {r['cause']}."
 
 
 # ---- words and colours

@@ -17,6 +17,15 @@ from workbench.views.tables import table
 from workbench.widgets.base import FOLDER, Shown, script
 
 
+def for_page(data: dict[str, Any], blocks: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What the browser draws: a graph's data and layout, with the sizes and looks that the pictures of Python use too."""
+    looks = {**{c: (label, fill) for c, label, fill, _ in CLASSES}, **LEAFS}
+    classes = {c: {"label": label, "fill": fill, "ink": ink_on(fill)} for c, (label, fill) in looks.items()}
+    sizes = {"folded": FOLDED, "gap": GAP_BLOCKS, "chip": CHIP_ROW, "strip": STRIP}
+    plain = [{**b, **{k: {str(i): v for i, v in b[k].items()} for k in ("chips", "ins", "outs")}} for b in blocks]
+    return {"data": data, "blocks": plain, "sizes": sizes, "classes": classes}
+
+
 class GraphView(Shown):
     """A graph drawn from its data: search, fold layers, colour, choose a tensor and read what it is and why it stands there.
 
@@ -26,7 +35,7 @@ class GraphView(Shown):
     Keys: arrows along sources, users and the order; Home End; Enter opens; c folds; + - 0 zoom; / searches.
     """
 
-    _esm = script("graph_view")
+    _esm = script("graph_scene", "graph_view")
     _css = Shown._css + (FOLDER / "graph_view.css").read_text("utf-8")
     graph = traitlets.Dict().tag(sync=True)
     chosen = traitlets.Unicode("").tag(sync=True)
@@ -40,16 +49,9 @@ class GraphView(Shown):
             raise ParameterError(f"colour={colour!r}", f"one of {', '.join(CHANNELS)}")
         graph = as_graph(thing)
         self._tensors = [*graph.leafs, *graph.nodes]
-        data = graph_data(graph, title)
-        blocks = graph_layout(data, chips)
-        self._caption = caption
-        classes = {c: {"label": label, "fill": fill, "ink": ink_on(fill)} for c, (label, fill) in
-                   {**{c: (label, fill) for c, label, fill, _ in CLASSES}, **LEAFS}.items()}  # fmt: skip
-        sizes = {"folded": FOLDED, "gap": GAP_BLOCKS, "chip": CHIP_ROW, "strip": STRIP}
-        plain = [{**b, **{k: {str(i): v for i, v in b[k].items()} for k in ("chips", "ins", "outs")}} for b in blocks]
-        super().__init__(graph={"data": data, "blocks": plain, "sizes": sizes, "classes": classes}, channel=colour,
-                         opened=list(first_open(blocks) if opened is None else opened), **kwargs)  # fmt: skip
-        self._blocks = blocks
+        self._caption, self._blocks = caption, graph_layout(data := graph_data(graph, title), chips)
+        super().__init__(graph=for_page(data, self._blocks), channel=colour,
+                         opened=list(first_open(self._blocks) if opened is None else opened), **kwargs)  # fmt: skip
 
     @property
     def selected(self) -> Tensor | None:
