@@ -11,10 +11,11 @@ import numpy as np
 
 from workbench import models, paths
 from workbench.devices import CpuBackend, Plan
+from workbench.errors import ContextClosed
 from workbench.execution import GraphRunner
 from workbench.models.session import fill_inputs
 from workbench.moe import RouteTrace
-from workbench.tensors import Flag
+from workbench.tensors import Context, Flag, Tensor, ops
 
 DOMAINS = ("python", "english", "c", "chinese", "maths", "numeric")
 
@@ -125,3 +126,52 @@ class Lesson01:
         if kind in ("f16", "q8_0", "q4_0"):
             return self.models[kind]
         raise AttributeError(kind)
+
+
+class Lesson02(Lesson00):
+    """Context and arena: a recorded run of real ggml, small programs with and without a use after free, lesson 00's model."""
+
+    GGML_RUN = (("f32 [1]", 384), ("f32 [3]", 768), ("f16 [7, 5]", 1216), ("q8_0 [64, 3]", 1792), ("q4_K [256, 2]", 2448),
+                ("f16 [7, 2]", 2848), ("f32 [8, 4]", 3344), ("f32 [8, 2]", 3776), ("mul_mat", 4176), ("transpose", 4544),
+                ("relu", 4944))  # fmt: skip
+    """What `ggml_used_mem` said after each step, in ggml 0.25.3 called from Python (also a test of the package)."""
+
+    programs: tuple[tuple[tuple[str, ...], ...], ...] = (
+        (("make", "w", "A"), ("make", "x", "B"), ("use", "w"), ("close", "B"), ("use", "w")),
+        (("make", "w", "A"), ("make", "x", "B"), ("close", "A"), ("use", "x"), ("use", "w")),
+        (("make", "t", "A"), ("view", "v", "t"), ("use", "v"), ("reset", "A"), ("use", "v")),
+        (("make", "t", "A"), ("reset", "A"), ("make", "t", "A"), ("use", "t"), ("close", "A"), ("view", "v", "t")),
+        (("make", "t", "A"), ("make", "u", "B"), ("view", "v", "u"), ("reset", "A"), ("use", "v"), ("close", "B"), ("use", "u")),
+    )
+    """Steps ("make", tensor, context), ("view", tensor, of), ("use", tensor), ("reset" or "close", context)."""
+
+    def replay(self, context: Context) -> Iterator[tuple[str, int, int]]:
+        """Do the steps of GGML_RUN in `context`; yields (step, bytes of its data, what real ggml said was in use then)."""
+        for step, recorded in self.GGML_RUN:
+            if step in ("mul_mat", "transpose", "relu"):
+                a, b = context.tensors[6], context.tensors[7]
+                t = ops.mul_mat(a, b) if step == "mul_mat" else ops.transpose(a) if step == "transpose" else ops.relu(context.tensors[8])
+            else:
+                kind, _, ne = step.partition(" ")
+                t = context.new_tensor(kind, *json.loads(ne))
+            yield step, 0 if t.is_view else t.nbytes, recorded
+
+    @staticmethod
+    def run_program(program: tuple[tuple[str, ...], ...]) -> int:
+        """Do the steps with real contexts; the index of the first that raises ContextClosed, or -1."""
+        contexts: dict[str, Context] = {}
+        tensors: dict[str, Tensor] = {}
+        for i, (what, name, *more) in enumerate(program):
+            try:
+                if what == "make":
+                    context = contexts.setdefault(more[0], Context(4096, name=more[0]))
+                    tensors[name] = context.new_tensor("f32", 4, name=name)
+                elif what == "view":
+                    tensors[name] = tensors[more[0]].reshape(2, 2)
+                elif what == "use":
+                    tensors[name].numpy()
+                else:
+                    getattr(contexts[name], what)()
+            except ContextClosed:
+                return i
+        return -1

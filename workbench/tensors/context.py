@@ -51,7 +51,7 @@ class Context:
                  name: str = "context") -> None:  # fmt: skip
         if mem_size < 0:
             raise ParameterError(f"mem_size={mem_size}", "zero or more bytes")
-        self.name, self.no_alloc, self.closed = name, no_alloc, False
+        self.name, self.no_alloc, self.closed, self.fate = name, no_alloc, False, "closed"
         self._storage: HostStorage | None = None
         if memory is not None:
             self._storage = HostStorage(memory, name)
@@ -93,8 +93,10 @@ class Context:
     def reset(self) -> None:
         """Forget all objects and start anew in the same memory (`ggml_reset`)."""
         self.require_open()
+        gone = Context(ALIGNMENT, name=self.name)  # the bytes will be reused: old tensors must not read them
+        gone.closed, gone.fate = True, "reset"
         for t in self.tensors:
-            t.context = _RESET  # the bytes will be reused: old tensors must not read them
+            t.context = gone
         Moves.count += 1
         self._used, self.objects, self.tensors = 0, [], []
 
@@ -162,10 +164,6 @@ class Context:
     def __repr__(self) -> str:
         state = "closed" if self.closed else f"{self._used:,} of {self.mem_size:,} bytes, {len(self.objects)} objects"
         return f"<Context '{shown(self.name)}' {state}{', no_alloc' if self.no_alloc else ''}>"
-
-
-_RESET = Context(ALIGNMENT, name="reset context")
-_RESET.close()
 
 
 def context_for(sources: Sequence[Tensor | None]) -> Context:

@@ -204,8 +204,8 @@ class Tensor:
         """Raise ContextClosed where the context of this tensor, or of the owner of its memory, was closed."""
         for t in (self, self.root()):
             if t.context is not None and t.context.closed:
-                raise ContextClosed(f"tensor {t.label} was used after its context '{shown(t.context.name)}' was closed",
-                                    "an open context", "keep the context open as long as a graph uses its tensors")  # fmt: skip
+                raise ContextClosed(f"tensor {t.label} was used after its context '{shown(t.context.name)}' was {t.context.fate}",
+                                    "a tensor of an open context", "keep the context open as long as a graph uses its tensors")  # fmt: skip
 
     def require_data(self) -> Storage:
         """The storage, or a clear error: closed context, nothing allocated, closed buffer."""
