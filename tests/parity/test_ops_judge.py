@@ -99,6 +99,15 @@ def test_a_source_that_lacks_memory_fails_by_name(recorded, tmp_path, capsys):
     assert status == 1 and out.startswith("FAIL mul_mat/f32_permuted: ValueError: ")
 
 
+def test_a_case_that_claims_more_than_it_holds_fails_without_allocating_it(recorded, tmp_path, capsys):
+    cases, arrays = recorded
+    for name, field, value in ("repeat/c0", "ne", [2**36, 4]), ("cpy/f32_f32", "dst_ne", [2**36]), ("repeat/c0", "ne", [-1]):
+        case = copy.deepcopy(next(c for c in cases if c["id"] == name))
+        case["params"][field] = value
+        status, out = judge(tmp_path, capsys, case, arrays)
+        assert status == 1 and out.startswith(f"FAIL {name}: ")
+
+
 @pytest.mark.parametrize("content", ["", "[", "[]", "{}", '{"cases": [{"id": 1}]}', '{"cases": ["x"]}', "[" * 100_000])
 def test_bad_input_is_one_line_and_status_2(tmp_path, capsys, content):
     if content:

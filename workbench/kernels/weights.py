@@ -190,7 +190,7 @@ class DequantCache:
             found = self._shelves.get(key)
             if found is None or found._storage() is not storage:
                 found = self._shelves[key] = Shelf(self, storage)
-                weakref.finalize(storage, self._drop, key)
+                weakref.finalize(storage, _drop, weakref.ref(self), key)
             return found
 
     def take_room(self, shape: tuple[int, ...]) -> np.ndarray | None:
@@ -210,10 +210,11 @@ class DequantCache:
             for shelf in self._shelves.values():
                 shelf.clear()
 
-    def _drop(self, key: tuple[Any, ...]) -> None:
-        shelf = self._shelves.pop(key, None)
-        if shelf is not None:
-            shelf.clear()
-
     def __repr__(self) -> str:
         return f"<DequantCache {self.used:,} of {self.budget:,} bytes, {self.hits} hits, {self.misses} misses>"
+
+
+def _drop(cache: weakref.ref[DequantCache], key: tuple[Any, ...]) -> None:
+    """A storage is gone. It must not keep the cache alive, which belongs to a backend."""
+    if (held := cache()) is not None and (shelf := held._shelves.pop(key, None)) is not None:
+        shelf.clear()
