@@ -5,7 +5,7 @@ import pytest
 
 from tests.devices.every_op import MAKERS, graph_of, moe_layer
 from workbench import OPS, CGraph, Context, Flag, build, ops
-from workbench.devices import HOST_MEMORY, CpuBackend
+from workbench.devices import HOST_MEMORY, CpuBackend, cut
 from workbench.devices import plan as planning
 from workbench.devices.threads import SINGLE_THREADED_BLAS
 from workbench.errors import ContextClosed, GraphError, NoDataError, StorageError
@@ -119,6 +119,14 @@ def test_parts_are_multiples_of_64_and_cover_everything():
             assert [p.start for p in job.parts[1:]] == [p.stop for p in job.parts[:-1]], name
             assert job.parts[0].start == 0 and job.parts[-1].stop == job.out.shape[job.axis], name
             assert all(p.start % 64 == 0 for p in job.parts), name
+            assert cut(job.node) == (job.axis, job.parts), name
+
+
+def test_a_lower_limit_cuts_finer_and_a_higher_one_not_at_all_without_memory():
+    with Context(no_alloc=True) as ctx:
+        w, x = ctx.new_tensor("f32", 512, 2048), ctx.new_tensor("f32", 512, 4)
+        for node, counts in ((ops.mul_mat(w, x), [1, 8, 1]), (ops.silu(ctx.new_tensor("f32", 2048, 512)), [16, 16, 1])):
+            assert [len(cut(node, ns)[1]) for ns in (None, 1000, 10**9)] == counts
 
 
 @pytest.mark.parametrize("name", MAKERS)

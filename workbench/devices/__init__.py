@@ -2,6 +2,6 @@
 
 from workbench.devices.backend import HOST_MEMORY, Backend, Buffer, BufferType, DeviceType, buffer_type_of
 from workbench.devices.cpu import CpuBackend
-from workbench.devices.plan import Plan
+from workbench.devices.plan import Plan, cut
 
-__all__ = ["HOST_MEMORY", "Backend", "Buffer", "BufferType", "CpuBackend", "DeviceType", "Plan", "buffer_type_of"]
+__all__ = ["HOST_MEMORY", "Backend", "Buffer", "BufferType", "CpuBackend", "DeviceType", "Plan", "buffer_type_of", "cut"]

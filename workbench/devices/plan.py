@@ -215,7 +215,7 @@ class Plan:
         if kernel.cut == "columns":
             extra["part"] = part
         elif len(job.parts) > 1:
-            operands, out = tuple(_cut(a, job.axis, part) for a in operands), _cut(out, job.axis, part)
+            operands, out = tuple(_piece(a, job.axis, part) for a in operands), _piece(out, job.axis, part)
         return kernel.bind(self.backend.xp, operands, out, job.node.params, **extra)
 
 
@@ -229,36 +229,42 @@ def _job(backend: Backend, index: int, node: Tensor) -> _Job:
     kernel: Kernel = node.spec.kernel
     operands = backend.operands(node)
     out = backend.operand(node)
-    axis, parts = _parts(node, kernel, operands, out)
+    axis, parts = cut(node)
     scratch = kernel.work(node) if kernel.work else 0
     return _Job(index, node, kernel, operands, out, axis, parts, -(-scratch // 64) * 64)
 
 
-def _parts(node: Tensor, kernel: Kernel, operands: Sequence[Any], out: Any) -> tuple[int, list[slice]]:
-    """Along which axis the work is cut, and where: by the kernel's own rule, else in about equal multiples of 64."""
+def cut(node: Tensor, task_ns: int | None = None) -> tuple[int, list[slice]]:
+    """Along which axis (of NumPy's order) the work of `node` is cut, and where: by its shape and types alone.
+
+    By the kernel's own rule, else in about equal multiples of 64. `task_ns`: how long a task should take at least, for
+    those who want to know what another limit would do; plans are made with the default.
+    """
+    assert node.spec is not None
+    kernel: Kernel = node.spec.kernel
     if kernel.parts is not None:
-        return 3, kernel.parts(node)
-    n = out.shape
+        return 3, kernel.parts(node) if task_ns is None else kernel.parts(node, task_ns)
+    n = node.ne[::-1]
     axis = max(range(4), key=n.__getitem__) if kernel.cut == "elements" else 2
-    tasks = min(_worthwhile_tasks(node), n[axis] // ROWS)
-    if kernel.cut is None or tasks < 2 or not _sliceable((*operands, out), axis, n[axis]):
+    tasks = min(_worthwhile_tasks(node, task_ns or TASK_NS), n[axis] // ROWS)
+    if kernel.cut is None or tasks < 2 or not all(_sliceable(s, axis, n[axis]) for s in (node, *node.src)):
         return axis, [slice(0, n[axis])]
     step = -(-n[axis] // (tasks * ROWS)) * ROWS
     return axis, [slice(a, min(a + step, n[axis])) for a in range(0, n[axis], step)]
 
 
-def _worthwhile_tasks(node: Tensor) -> int:
+def _worthwhile_tasks(node: Tensor, task_ns: int) -> int:
     assert node.spec is not None
     ns = node.spec.flops(node) // FLOPS_PER_NS + node.spec.moved(node) // BYTES_PER_NS
-    return min(MAX_TASKS, ns // TASK_NS)
+    return min(MAX_TASKS, ns // task_ns)
 
 
-def _sliceable(operands: Sequence[Any], axis: int, extent: int) -> bool:
-    """Whether each operand has the whole extent along the axis, or one element that serves all parts."""
-    return all(a is None or (hasattr(a, "strides") and a.shape[axis] in (1, extent)) for a in operands)
+def _sliceable(t: Tensor | None, axis: int, extent: int) -> bool:
+    """Whether a tensor has the whole extent along the axis, or one element that serves all parts; blocks cannot be cut."""
+    return t is None or (t.dtype.numpy is not None and t.ne[3 - axis] in (1, extent))
 
 
-def _cut(array: Any, axis: int, part: slice) -> Any:
+def _piece(array: Any, axis: int, part: slice) -> Any:
     if array is None or array.shape[axis] == 1:
         return array
     return array[(slice(None),) * axis + (part,)]

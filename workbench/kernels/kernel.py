@@ -101,7 +101,8 @@ class Kernel:
     the last axis of `out`), None (one task). Cutting `out` along an axis cuts the operands that are as long there and keeps
     those of length 1; any other length forbids it. ufunc: name of the NumPy ufunc that is the whole kernel wherever types
     are equal and broadcasting suffices; it is then called directly. plain: like `fn`, but gives a cheaper call that does
-    the same here, or None. parts: for "columns", the slices that are one task each, a function of shapes alone.
+    the same here, or None. parts: for "columns", the slices that are one task each, a function of shapes alone
+    (and of the nanoseconds a task should take at least, where given).
     """
 
     fn: Callable[..., Any]
@@ -109,7 +110,7 @@ class Kernel:
     cut: str | None = None
     ufunc: str = ""
     plain: Callable[..., Step | None] | None = None
-    parts: Callable[[Tensor], list[slice]] | None = None
+    parts: Callable[..., list[slice]] | None = None
 
     def bind(self, xp: ModuleType, operands: Sequence[Any], out: Any, params: dict[str, Any], **extra: Any) -> Step:
         """A call without arguments that computes `out`; made once, run for each pass over the graph."""

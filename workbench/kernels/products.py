@@ -29,14 +29,14 @@ TASK_NS, MAX_TASKS = 64_000, 8
 """A task should take this long, or waking a thread costs more than it saves."""
 
 
-def columns(node: Tensor) -> list[slice]:
+def columns(node: Tensor, task_ns: int = TASK_NS) -> list[slice]:
     """Rows of the weights that are one task each: a function of shapes alone. Large products lose at most 3 % by it."""
     w = node.src[0]
     assert w is not None
     n, k, t = node.ne[0], w.ne[0], node.n_rows
     estimate = n * k * max(t * 0.02, 0.1)  # ns: multiplications of a matrix product, or one reading of the weights
     most = n // 128 if t < 64 else min(n // 256, 1 + max(n, 1024) // 1024)  # BLAS repacks x for each part
-    tasks = min(MAX_TASKS, int(estimate) // TASK_NS, most)
+    tasks = min(MAX_TASKS, int(estimate) // task_ns, most)
     step = -(-n // (max(tasks, 1) * 64)) * 64
     return [slice(a, min(a + step, n)) for a in range(0, n, step)]
 
