@@ -41,7 +41,10 @@ _WHERE = operator.attrgetter("_storage", "_offset", "context")
 
 
 class Recorder(Protocol):
-    """Anything that takes the times of nodes: index in the graph, start and end in nanoseconds."""
+    """Anything that takes the times of nodes: index in the graph, start and end in nanoseconds.
+
+    One that has a method `task`, as `Trace` has, is also told of every task: see `Trace.task`.
+    """
 
     def node(self, i: int, start_ns: int, end_ns: int) -> None:
         """One node was computed."""
@@ -184,7 +187,10 @@ class Plan:
             e.add_note(f"while {self.backend.name} computed node {self.jobs[k].at}: {node.label} = {node.desc}")
 
     def _timed(self, steps: Iterator[Step], record: Recorder) -> None:
+        note = getattr(record, "task", None)
         for job, step in zip(self.jobs, steps, strict=True):
+            if note is not None:
+                step = _noted(job, step, note)
             start = perf_counter_ns()
             step()
             record.node(job.at, start, perf_counter_ns())
@@ -217,6 +223,23 @@ class Plan:
         elif len(job.parts) > 1:
             operands, out = tuple(_piece(a, job.axis, part) for a in operands), _piece(out, job.axis, part)
         return kernel.bind(self.backend.xp, operands, out, job.node.params, **extra)
+
+
+def _noted(job: _Job, step: Any, note: Callable[..., Any]) -> Step:
+    """`step`, whose tasks also tell `note`: node, task, thread, first row, end of the rows, start and end in nanoseconds."""
+    def one(task: Step, i: int, thread: int) -> Step:
+        def call() -> None:
+            start = perf_counter_ns()
+            task()
+            note(job.at, i, thread, job.parts[i].start, job.parts[i].stop, start, perf_counter_ns())
+
+        return call
+
+    if len(job.parts) == 1:
+        return one(step, 0, 0)
+    alone = step.func is _in_turn
+    told = [[one(task, i, thread) for i, task in enumerate(mine)] for thread, mine in enumerate(step.args if alone else step.args[0])]
+    return partial(step.func, told[0] if alone else told)
 
 
 def needs_work(node: Tensor) -> bool:

@@ -10,8 +10,8 @@ from matplotlib.patches import FancyBboxPatch, Patch, PathPatch, Rectangle
 from matplotlib.path import Path as Curve
 
 from workbench.views.figures import DPI, Picture, drawable, new_figure, picture
-from workbench.views.graph_data import CLASSES, as_graph, graph_data
-from workbench.views.graph_layout import CHIP_ROW, FOLDED, HEAD, NAME_ROW, crossing_lines, graph_layout, stack
+from workbench.views.graph_data import CLASSES, LEAFS, as_graph, graph_data
+from workbench.views.graph_layout import CHIP_ROW, FOLDED, GAP_BLOCKS, HEAD, NAME_ROW, crossing_lines, graph_layout, stack
 from workbench.views.palette import ink_on
 
 STRIP = 28
@@ -35,9 +35,17 @@ def first_open(blocks: Sequence[dict[str, Any]]) -> list[int]:
     return [i for i, b in enumerate(blocks) if b["name"]][:1]
 
 
+def for_page(data: dict[str, Any], blocks: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What the browser draws: a graph's data and layout, with the sizes and looks that the pictures of Python use too."""
+    looks = {**{c: (label, fill) for c, label, fill, _ in CLASSES}, **LEAFS}
+    classes = {c: {"label": label, "fill": fill, "ink": ink_on(fill)} for c, (label, fill) in looks.items()}
+    sizes = {"folded": FOLDED, "gap": GAP_BLOCKS, "chip": CHIP_ROW, "strip": STRIP}
+    return {"data": data, "blocks": blocks, "sizes": sizes, "classes": classes}
+
+
 def draw_graph(data: dict[str, Any], blocks: Sequence[dict[str, Any]], opened: Sequence[int], channel: str, caption: str,
-               marks: dict[int, tuple[str, float]] | None = None) -> Picture:  # fmt: skip
-    """The picture from the data of both. `marks`, where given, replaces the channel: tensor -> (letter and colour are its own)."""
+               badges: dict[int, str] | None = None) -> Picture:  # fmt: skip
+    """The picture from data and layout; `badges` are short texts in the corner of boxes."""
     places, width, height = stack(blocks, opened)
     look, margin = data["channels"][channel], 8
     total = max(width, 520) + 2 * margin
@@ -52,7 +60,7 @@ def draw_graph(data: dict[str, Any], blocks: Sequence[dict[str, Any]], opened: S
         axes.add_patch(PathPatch(path, fc="none", ec="#777777", lw=1))
     for block, (x, y, w, h), is_open in zip(blocks, places, (i in opened or not b["name"] for i, b in enumerate(blocks))):
         if is_open:
-            _open_block(axes, data, block, x, y, w, h, look)
+            _open_block(axes, data, block, (x, y, w, h), look, badges or {})
         else:
             _folded_block(axes, block, x, y)
     handles = [Patch(fc=c["fill"], ec="#333333", lw=0.5, label=drawable(f"{c['code']}  {c['label']}"[:44])) for c in look["cats"]]
@@ -71,7 +79,9 @@ def _sentence(data: dict[str, Any], i: int) -> str:
     return f"{r['tag']} {r['name']}{made}"
 
 
-def _open_block(axes: Any, data: dict[str, Any], block: dict[str, Any], x: float, y: float, w: float, h: float, look: dict[str, Any]) -> None:
+def _open_block(axes: Any, data: dict[str, Any], block: dict[str, Any], place: tuple[float, float, float, float], look: dict[str, Any],
+                badges: dict[int, str]) -> None:  # fmt: skip
+    x, y, w, h = place
     if block["name"]:
         axes.add_patch(FancyBboxPatch((x, y), w, h, boxstyle="round,pad=0,rounding_size=8", fc="#f6f6f6", ec="#999999", lw=1))
         _text(axes, x + 12, y + 15, f"{block['name']}: {block['folded']}", 11, weight="bold")
@@ -82,7 +92,7 @@ def _open_block(axes: Any, data: dict[str, Any], block: dict[str, Any], x: float
         r, cat = data["tensors"][i], look["cats"][look["of"][i]]
         bx, by = bx + x, by + y
         cards.append(Rectangle((bx, by), bw, bh))
-        chips = block["chips"].get(i, [])
+        chips = block["chips"].get(str(i), [])
         top = by + CHIP_ROW * len(chips)
         strips.append((Rectangle((bx, top), STRIP, bh - CHIP_ROW * len(chips)), cat["fill"]))
         for k, chip in enumerate(chips):
@@ -92,6 +102,8 @@ def _open_block(axes: Any, data: dict[str, Any], block: dict[str, Any], x: float
             _text(axes, bx + STRIP + 5, by + (k + 0.5) * CHIP_ROW, _cut(data["tensors"][chip]["name"], 25), 9, color="#333333")
         _text(axes, bx + STRIP / 2, (top + by + bh) / 2, cat["code"], 10, color=cat["ink"], ha="center", weight="bold")
         name, line = box_lines(r)
+        if i in badges:
+            _text(axes, bx + bw - 3, by - 7, badges[i], 9, ha="right", weight="bold", color="#00614a")
         if r["class"] == "V":
             _text(axes, bx + STRIP + 5, (top + by + bh) / 2, _cut(f"{r['op'].lower()} {dims(r)}", 25), 9.5, style="italic")
         else:
@@ -119,7 +131,7 @@ def _between(data: dict[str, Any], blocks: Sequence[dict[str, Any]], places: lis
     def port(b: int, side: str, tensor: int) -> tuple[float, float]:
         x, y, w, h = places[b]
         is_open = b in opened or not blocks[b]["name"]
-        return (x + blocks[b][side][tensor] if is_open else x + w / 2), (y if side == "ins" else y + h)
+        return (x + blocks[b][side][str(tensor)] if is_open else x + w / 2), (y if side == "ins" else y + h)
 
     return [curve([*port(a, "outs", t), *port(b, "ins", t)]) for t, a, b in crossing_lines(data, blocks)]
 

@@ -47,7 +47,7 @@ def graph_layout(data: dict[str, Any], chips: bool | None = None) -> list[dict[s
 
     A block is {"name", "folded": text of the closed box, "counts": [[class, n]], "w", "h", "boxes": [[tensor, x, y, w, h]],
     "chips": {tensor: [leafs]}, "lines": [[source, user, j, [x, y, …]]], "ins" / "outs": {tensor: x}}; coordinates are pixels from
-    its upper left corner. "ins" and "outs" say where lines from and to other blocks pass its border.
+    its upper left corner; keys are text, as in JSON. "ins" and "outs" say where lines from and to other blocks pass its border.
     """
     tensors, n_leafs = data["tensors"], data["n_leafs"]
     if chips is None:
@@ -133,9 +133,9 @@ def _block(name: str, members: list[int], tensors: list[dict[str, Any]], home: d
     width, height = _place(ranks, HEAD if name else GAP_Y)
     lines = [[s, i, j, _line(path, shifts[i][j] if j >= 0 else 0)] for s, i, j, path in paths]
     boxes = [[i, *(round(v, 1) for v in (p.x - p.w / 2, p.y, p.w, p.h))] for i, p in parts.items()]
-    return {"name": name, "w": round(width), "h": round(height), "boxes": boxes, "chips": {i: c for i, c in read.items() if c},
-            "lines": lines, "ins": {s: round(p.x, 1) for s, p in ports_in.items()},
-            "outs": {i: round(p.x, 1) for i, p in ports_out.items()}}  # fmt: skip
+    return {"name": name, "w": round(width), "h": round(height), "boxes": boxes, "chips": {str(i): c for i, c in read.items() if c},
+            "lines": lines, "ins": {str(s): round(p.x, 1) for s, p in ports_in.items()},
+            "outs": {str(i): round(p.x, 1) for i, p in ports_out.items()}}  # fmt: skip
 
 
 def _rank(members: list[int], parts: dict[int, _Part], edges: list[tuple[int, int, int]], fed: set[int]) -> int:

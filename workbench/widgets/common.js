@@ -17,6 +17,8 @@ const paint = (node, looks, i) => { const s = look(looks, i); node.style.backgro
 const visible = text => text.replace(/\n/g, '⏎').replace(/\t/g, '⇥').replace(/[\u0000-\u001f\u007f]/g, '�') || '∅';
 // JupyterLab's own shortcuts (arrows, Home, Ctrl+Enter) must not fire while a widget has the focus.
 const keepKeys = el => el.addEventListener('keydown', event => event.stopPropagation());
+// A stored page has no kernel to tell: the state of the page is enough there.
+const put = (model, name, value) => { model.set(name, value); try { model.save_changes(); } catch { /* no kernel */ } };
 function follow(model, names, draw, signal) {
   const undo = names.map(name => { model.on(`change:${name}`, draw); return () => model.off(`change:${name}`, draw); });
   const off = () => undo.forEach(f => f());

@@ -37,20 +37,19 @@ const wordsOf = r => [r.tag, r.name, r.op || 'leaf', r.type, dims(r), r.layer ==
 function render({model, el, signal}) {
   const graph = model.get('graph'), {tensors} = graph.data, words = tensors.map(wordsOf);
   const get = name => model.get(name);
-  const put = (name, value) => { model.set(name, value); try { model.save_changes(); } catch { /* a stored page has no kernel to tell */ } };
   const view = {x: 0, y: 0, k: 1}, ids = {search: uid('find'), colour: uid('colour'), say: uid('say')};
   let now, marked = [], hits = null;
   // ---- parts of the page
-  const search = h('input', {type: 'search', id: ids.search, size: 18, oninput: () => put('query', search.value)});
+  const search = h('input', {type: 'search', id: ids.search, size: 18, oninput: () => put(model, 'query', search.value)});
   const found = h('span', {className: 'wb-note', role: 'status'});
-  const colour = h('select', {id: ids.colour, onchange: () => put('channel', colour.value)},
+  const colour = h('select', {id: ids.colour, onchange: () => put(model, 'channel', colour.value)},
     ...Object.keys(graph.data.channels).map(c => h('option', {value: c}, c)));
   const button = (text, name, act) => h('button', {type: 'button', 'aria-label': name, title: name, onclick: act}, text);
   const layered = graph.blocks.some(b => b.name);
   const bar = h('div', {className: 'wb-row'}, h('label', {htmlFor: ids.search}, 'Search'), search, found, h('label', {htmlFor: ids.colour}, 'Colour by'), colour,
     button('−', 'zoom out (-)', () => zoom(0.8)), button('+', 'zoom in (+)', () => zoom(1.25)), button('fit', 'show everything (0)', () => fit()),
-    ...(layered ? [button('open all', 'open all layers', () => put('opened', graph.blocks.map((_, i) => i))), button('fold all', 'fold all layers', () => put('opened', []))] : []));
-  const legend = h('div', {className: 'wb-row wb-legend'}), say = h('div', {className: 'wb-say', role: 'status', 'aria-live': 'polite', id: ids.say});
+    ...(layered ? [button('open all', 'open all layers', () => put(model, 'opened', graph.blocks.map((_, i) => i))), button('fold all', 'fold all layers', () => put(model, 'opened', []))] : []));
+  const legend = h('div', {className: 'wb-row wb-keys'}), say = h('div', {className: 'wb-say', role: 'status', 'aria-live': 'polite', id: ids.say});
   const picture = svg('svg', {'aria-hidden': 'true', width: '100%', height: '100%'});
   const canvas = h('div', {className: 'wb-canvas', tabIndex: 0, role: 'application', 'aria-label':
     `${graph.data.title}: ${graph.data.n_nodes} nodes. Up and down follow sources and users, left and right the order, Enter opens, plus, minus and 0 zoom.`}, picture);
@@ -131,7 +130,7 @@ function render({model, el, signal}) {
   // ---- moving
   const blockOf = i => graph.blocks.findIndex(b => b.boxes.some(box => box[0] === i));
   const seen = i => { const b = blockOf(i); return b >= 0 && !isOpen(graph, get('opened'), b) ? `b${b}` : `t${i}`; };
-  const go = key => { if (key) { if (key[0] === 't' && now.covers.has(+key.slice(1))) put('opened', [...get('opened'), now.covers.get(+key.slice(1))]); put('chosen', key); reveal(key); } };
+  const go = key => { if (key) { if (key[0] === 't' && now.covers.has(+key.slice(1))) put(model, 'opened', [...get('opened'), now.covers.get(+key.slice(1))]); put(model, 'chosen', key); reveal(key); } };
   const stops = () => {                             // what Left and Right walk along
     const keys = [];
     tensors.forEach((r, i) => { const key = seen(i); if ((blockOf(i) >= 0 || r.op) && keys[keys.length - 1] !== key) keys.push(key); });
@@ -154,8 +153,8 @@ function render({model, el, signal}) {
   };
   const fold = b => {
     const opened = get('opened');
-    put('opened', opened.includes(b) ? opened.filter(k => k !== b) : [...opened, b]);
-    put('chosen', `b${b}`);
+    put(model, 'opened', opened.includes(b) ? opened.filter(k => k !== b) : [...opened, b]);
+    put(model, 'chosen', `b${b}`);
     reveal(`b${b}`);
   };
   const next = by => {
@@ -178,7 +177,7 @@ function render({model, el, signal}) {
   facts.addEventListener('keydown', event => { if (event.key === 'Escape') canvas.focus(); });
   search.addEventListener('keydown', event => {
     if (event.key === 'Enter') next(event.shiftKey ? -1 : 1);
-    if (event.key === 'Escape') { put('query', ''); canvas.focus(); }
+    if (event.key === 'Escape') { put(model, 'query', ''); canvas.focus(); }
   });
   list.addEventListener('keydown', event => {
     const by = {ArrowUp: -1, ArrowDown: 1}[event.key];

@@ -9,21 +9,11 @@ import traitlets
 
 from workbench.errors import ParameterError, shown
 from workbench.tensors import Tensor
-from workbench.views.graph_data import CHANNELS, CLASSES, LEAFS, as_graph, graph_data
-from workbench.views.graph_drawing import STRIP, draw_graph, first_open
-from workbench.views.graph_layout import CHIP_ROW, FOLDED, GAP_BLOCKS, graph_layout
-from workbench.views.palette import ink_on
+from workbench.views.graph_data import CHANNELS, as_graph, graph_data
+from workbench.views.graph_drawing import draw_graph, first_open, for_page
+from workbench.views.graph_layout import graph_layout
 from workbench.views.tables import table
 from workbench.widgets.base import FOLDER, Shown, script
-
-
-def for_page(data: dict[str, Any], blocks: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What the browser draws: a graph's data and layout, with the sizes and looks that the pictures of Python use too."""
-    looks = {**{c: (label, fill) for c, label, fill, _ in CLASSES}, **LEAFS}
-    classes = {c: {"label": label, "fill": fill, "ink": ink_on(fill)} for c, (label, fill) in looks.items()}
-    sizes = {"folded": FOLDED, "gap": GAP_BLOCKS, "chip": CHIP_ROW, "strip": STRIP}
-    plain = [{**b, **{k: {str(i): v for i, v in b[k].items()} for k in ("chips", "ins", "outs")}} for b in blocks]
-    return {"data": data, "blocks": plain, "sizes": sizes, "classes": classes}
 
 
 class GraphView(Shown):

@@ -12,9 +12,9 @@ function raster(trace, k, looks) {
 function render({model, el, signal}) {
   el.classList.add('wb');
   const say = h('div', {className: 'wb-say', role: 'status', 'aria-live': 'polite'}), picture = h('div', {className: 'wb-raster', tabIndex: 0, role: 'region'});
-  const beside = h('div', {className: 'wb-scroll', tabIndex: 0, role: 'region'});
+  const beside = h('div', {className: 'wb-scroll wb-sheet-table', tabIndex: 0, role: 'region'});
   const last = () => model.get('trace').steps.length - 1;
-  const go = k => { model.set('k', Math.max(0, Math.min(last(), k))); model.save_changes(); };
+  const go = k => put(model, 'k', Math.max(0, Math.min(last(), k)));
   const jump = way => {
     const steps = model.get('trace').steps;
     for (let k = model.get('k') + way; k >= 0 && k < steps.length; k += way) if (steps[k].change) return go(k);
@@ -42,11 +42,12 @@ function render({model, el, signal}) {
     first.disabled = back.disabled = k === 0;
     on.disabled = end.disabled = k === last();
     const scroll = picture.scrollLeft;
-    picture.replaceChildren((trace.kind === 'memory' ? memory : raster)(trace, k, model.get('looks')));
+    picture.replaceChildren(pictureAt(trace, k, model.get('looks')));
     picture.scrollLeft = scroll;
     const now = picture.querySelector('.wb-now');
     if (now && (now.offsetLeft < scroll || now.offsetLeft > scroll + picture.clientWidth - 40)) picture.scrollLeft = now.offsetLeft - picture.clientWidth / 2;
-    beside.replaceChildren(tableOf(trace.columns, step.table, trace.table));
+    const [columns, rows, caption] = tableAt(trace, k);
+    beside.replaceChildren(tableOf(columns, rows, caption));
   };
   el.replaceChildren(bar, say, h('div', {className: 'wb-two'}, picture, beside));
   draw();

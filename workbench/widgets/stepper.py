@@ -9,8 +9,9 @@ import traitlets
 from workbench.errors import ParameterError, shown
 from workbench.views.memory import memory_picture
 from workbench.views.rasters import raster_picture
+from workbench.views.step_drawing import steps_picture
 from workbench.views.tables import table
-from workbench.widgets.base import Shown, script
+from workbench.widgets.base import FOLDER, Shown, script
 
 
 STORED = 32
@@ -24,7 +25,8 @@ class Stepper(Shown):
     step k depends on the first k + 1 steps only.
     """
 
-    _esm = script("memory", "stepper")
+    _esm = script("memory", "graph_scene", "step_pictures", "stepper")
+    _css = Shown._css + "".join((FOLDER / f"{name}.css").read_text("utf-8") for name in ("graph_view", "step_pictures"))
     trace = traitlets.Dict().tag(sync=True)
     k = traitlets.Int(0).tag(sync=True)
 
@@ -41,8 +43,9 @@ class Stepper(Shown):
     def stored_html(self) -> str:
         """The first steps as a picture, and the first changes as rows."""
         caption = self._caption or self.trace["title"]
-        memory = self.trace.get("kind") == "memory"
-        seen = memory_picture(self.trace, caption) if memory else raster_picture(self.trace, caption, STORED - 1)
+        kind = self.trace.get("kind")
+        seen = (memory_picture(self.trace, caption) if kind == "memory" else steps_picture(self.trace, caption) if kind
+                else raster_picture(self.trace, caption, STORED - 1))  # fmt: skip
         return seen.html() + self._changes().html()
 
     def _changes(self) -> Any:
