@@ -247,7 +247,7 @@ def test_ids_of_cells_stay_when_others_are_added():
 def test_a_changed_source_is_out_of_step(source, tmp_path, monkeypatch):
     changed = tmp_path / source.parent.name / source.name
     changed.parent.mkdir()
-    changed.write_text(source.read_text("utf-8").replace("state = lesson.state", "state = lesson.state  # changed"), "utf-8")
+    changed.write_text(source.read_text("utf-8") + "\n# %%\nchanged = True\n", "utf-8")
     monkeypatch.setattr(tool, "notebook", lambda _, solutions=False, real=tool.notebook: real(source, solutions))
     found = tool.check(changed)
     assert any(p.startswith("not in step") for p in found) and any(p.startswith("twin: not in step") for p in found)

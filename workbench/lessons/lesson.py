@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import tomllib
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -84,11 +85,11 @@ class Lesson:
         item = self._item("check", name)
         calls: list[Callable[[], Any]]
         if on is not None:
-            calls, labels = [lambda a=args: yours(*a) for args in on], [", ".join(map(_text, args)) for args in on]
+            calls, labels = [partial(yours, *args) for args in on], [", ".join(map(_text, args)) for args in on]
         else:
             values = list(yours) if isinstance(yours, (list, tuple, np.ndarray)) else [yours]
             expected = list(expected) if isinstance(expected, (list, tuple, np.ndarray)) else [expected]
-            calls, labels = [lambda v=v: v for v in values], [f"value {i}" for i in range(max(len(values), len(expected)))]
+            calls, labels = [partial(_itself, v) for v in values], [f"value {i}" for i in range(max(len(values), len(expected)))]
         labels = list(steps) if steps is not None else labels
         hint = ("hint", item["hint"])
         for i, (call, wanted) in enumerate(zip(calls, expected)):
@@ -125,6 +126,10 @@ class Lesson:
     def __repr__(self) -> str:
         answered = sum(bool(q.answer) for q in self.asked.values())
         return f"<Lesson {self.number}: {self.content['title']}, {answered} of {len(self.content['predict'])} questions answered>"
+
+
+def _itself(value: Any) -> Any:
+    return value
 
 
 def _judge_number(answer: str, computed: float) -> tuple[str, str, list[tuple[str, str]]]:

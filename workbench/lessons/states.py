@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
 from functools import cached_property
 from typing import Any
@@ -108,10 +109,18 @@ class Lesson00:
         return step.routings[layer].probs.numpy().copy()
 
     def routes(self, tokens: list[int]) -> RouteTrace:
-        """The routes of a text of its own, read in one go."""
-        with models.Session(self.model, recording=True) as session:
-            session.decode(tokens)
-            return session.routes
+        """The routes of a text of its own, read in one go. The session is kept, so that a knob redraws at once."""
+        with self._turn:
+            self._session.reset()
+            self._session.clear_routes()
+            self._session.decode(tokens)
+            return self._session.routes
+
+    @cached_property
+    def _session(self) -> models.Session:
+        return models.Session(self.model, recording=True)
+
+    _turn = threading.Lock()  # callbacks of widgets may come on another thread
 
 
 class Lesson01:

@@ -10,7 +10,7 @@ import base64
 import html
 import io
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -45,7 +45,7 @@ class Picture:
         return f"[Picture: {self.alt}]\n{self.caption}"
 
 
-def new_figure(width: float = 7.6, height: float = 3.2, layout: str | None = "constrained") -> Figure:
+def new_figure(width: float = 7.6, height: float = 3.2, layout: Literal["constrained"] | None = "constrained") -> Figure:
     """An empty white figure in inches, with a canvas of its own."""
     figure = Figure((width, height), dpi=DPI, facecolor="white", layout=layout)
     FigureCanvasAgg(figure)

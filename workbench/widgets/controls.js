@@ -22,13 +22,14 @@ function range({model, el}) {
   const id = uid('range'), shown = h('output', {htmlFor: id});
   const input = h('input', {type: 'range', id, oninput: () => { model.set('value', +input.value); model.save_changes(); }});
   const picture = h('div', {className: 'wb-below'});
+  let below = '';
   const draw = () => {
     Object.assign(input, {min: model.get('min'), max: model.get('max'), step: model.get('step')});
     input.value = model.get('value');
     const name = model.get('names')[model.get('value') - model.get('min')];
     shown.textContent = name ?? String(model.get('value'));
     input.setAttribute('aria-valuetext', shown.textContent);
-    picture.innerHTML = model.get('below');    // made by workbench.views, which escapes every text
+    if (below !== model.get('below')) picture.innerHTML = below = model.get('below');    // made by workbench.views, which escapes every text
   };
   el.classList.add('wb');
   el.replaceChildren(h('div', {className: 'wb-row'}, h('label', {htmlFor: id}, model.get('label')), input, shown), picture);

@@ -52,7 +52,7 @@ class PromptPlayer(Shown):
             if self.running:
                 return
             self._halt.clear()
-            self.running, self.k = True, -1
+            self.message, self.running, self.k = "generating …", True, -1
         self.thread = threading.Thread(target=self._run, args=(self.prompt, self.n_tokens), name="prompt-player", daemon=True)
         self.thread.start()
         if wait:
