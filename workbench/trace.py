@@ -24,7 +24,13 @@ KINDS: dict[str, tuple[str, ...]] = {
     "place": ("tensor", "buffer", "chunk", "offset", "bytes"),
     "reuse": ("tensor", "parent"),
     "free": ("tensor",),
-    "assign": ("stage", "tensor", "backend", "cause"),
+    "stage": ("stage",),  # a pass of the scheduler, or a sweep of it, begins
+    "assign": ("stage", "tensor", "backend", "cause"),  # backend -1: none
+    "split": ("backend", "first", "cause"),  # a split begins at this node of the graph
+    "copy": ("tensor", "backend", "slot", "copy"),  # a copy was made for a backend (slot: of the pipeline)
+    "input": ("tensor", "backend"),  # … and is an input of the split
+    "rewrite": ("node", "source", "copy"),  # source number … of a node is a copy now
+    "run": ("slot",),  # the runtime begins with the first split
     "compute": ("node",),
     "task": ("node", "task", "thread", "first", "last"),  # rows first … last - 1 of a node, on one thread
     "launch": ("device", "count"),  # as many "queued" events follow

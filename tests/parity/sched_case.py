@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,10 @@ import numpy as np
 
 from tests.parity.report import BadInput
 from workbench.cgraph import CGraph
-from workbench.devices.backend import Buffer, BufferType
+from workbench.devices.backend import BufferType, DeviceType
+from workbench.devices.simulated import Machine, SimulatedDevice, SimulatedMemory
+from workbench.scheduler import Scheduler
+from workbench.scheduler.transfer import EvalCallback
 from workbench.tensors import OPS, Context, Flag, Tensor, Usage, dtype
 
 INT_PARAMS = {"n_dims", "mode", "n_ctx_orig", "offset", "dim", "n_past", "k"}
@@ -39,25 +42,36 @@ def load(paths: Iterable[str | Path]) -> Iterator[Case]:
             yield case
 
 
-class CaseBufferType(BufferType):
-    """A recorded buffer type: every allocation is `alloc_extra` bytes larger; `max_size` only limits chunks."""
-
-    def __init__(self, recorded: Case, **kw: Any) -> None:
-        super().__init__(recorded["name"], recorded["align"], recorded["max_size"], **kw)
-        self.alloc_extra = recorded["alloc_extra"]
-
-    def alloc_size(self, tensor: Tensor) -> int:
-        return tensor.nbytes + self.alloc_extra
-
-    def alloc_buffer(self, size: int, usage: Usage = Usage.ANY) -> Buffer:
-        buffer = self._make(self, size, usage)
-        buffer.clear(0xFF)
-        return buffer
+def buffer_types(case: Case, machine: Machine) -> dict[str, SimulatedMemory]:
+    """The recorded buffer types by name."""
+    return {b["name"]: SimulatedMemory(machine, b["name"], b["align"], b["max_size"], b["is_host"], None, b["alloc_extra"], b["buf_cpy"])
+            for b in case["bufts"]}  # fmt: skip
 
 
-def buffer_types(case: Case) -> dict[str, BufferType]:
-    """The recorded buffer types by name, all in host memory."""
-    return {b["name"]: CaseBufferType(b) for b in case["bufts"]}
+def backends(case: Case, machine: Machine, types: dict[str, SimulatedMemory]) -> list[SimulatedDevice]:
+    """The recorded backends. They round activations as ggml's CPU kernels do, which computed the recorded results."""
+    return [SimulatedDevice(machine, r["name"], types[r["buft"]], DeviceType(r["type"]), reads=r["supports_buft"], deny_ops=r["deny_ops"],
+                            allow_ops=r["allow_ops"], deny_types=r["deny_types"], offload_min_batch=r["offload_min_batch"],
+                            async_copy=r["async_cpy"], async_io=r["async_io"], waits=r["sync"], events=r["events"],
+                            activation_rounding="ggml") for r in case["backends"]]  # fmt: skip
+
+
+def callback(case: Case) -> EvalCallback | None:
+    """The recorded eval callback."""
+    wish = case["eval_callback"]
+    return wish and (lambda node, ask: node.name in wish["need"] if ask else node.name != wish["stop_at"])
+
+
+def scheduler(case: Case, eager: bool = False, **kw: Any) -> Scheduler:
+    """The recorded scheduler over simulated devices. `case_types` holds its buffer types, `machine` their machine."""
+    machine = Machine(eager=eager)
+    types = buffer_types(case, machine)
+    own = case["sched_bufts"] and [types[name] for name in case["sched_bufts"]]
+    made = Scheduler(backends(case, machine, types), own, case["graph_size"], parallel=case["parallel"], op_offload=case["op_offload"],
+                     quirks=kw.pop("quirks", "ggml"), **kw)  # fmt: skip
+    made.eval_callback = callback(case)
+    made.case_types, made.machine = types, machine  # type: ignore[attr-defined]
+    return made
 
 
 def params(recorded: Case) -> dict[str, Any]:
@@ -68,7 +82,7 @@ def params(recorded: Case) -> dict[str, Any]:
             for k, v in recorded.items()}  # fmt: skip
 
 
-def tensors(recorded: list[Case], types: dict[str, BufferType], kept: dict[int, Tensor] | None = None) -> list[Tensor]:
+def tensors(recorded: list[Case], types: Mapping[str, BufferType], kept: dict[int, Tensor] | None = None) -> list[Tensor]:
     """Product tensors of `recorded`, by id; those with a buffer are taken from `kept`, or placed and put there."""
     ctx = Context(mem_size=(len(recorded) + 1) * 400, no_alloc=True, name="case")
     kept = {} if kept is None else kept

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from workbench.errors import AllocationError, ParameterError, UnsupportedOp, shown
+from workbench.errors import ParameterError, UnsupportedOp, shown
 from workbench.tensors.storage import HostStorage, Storage, Usage
 from workbench.tensors.tensor import Tensor
 from workbench.trace import Trace
@@ -67,8 +67,11 @@ class HostBuffer(HostStorage):
 class BufferType:
     """A kind of memory: its alignment, its largest piece, and who can see it (`ggml_backend_buffer_type`).
 
-    max_size: bytes of the largest buffer, None for no limit. make(buffer_type, size, usage) takes the memory.
+    max_size: bytes of the largest piece that a planner should ask for, None for no limit. Only the device refuses: as in ggml,
+    a tensor that is larger gets a piece of its own. make(buffer_type, size, usage) takes the memory.
     """
+
+    now = 0  # virtual time, where the memory belongs to a simulated machine
 
     def __init__(self, name: str, alignment: int = 32, max_size: int | None = None, is_host: bool = True,
                  make: Callable[[BufferType, int, Usage], Buffer] = HostBuffer) -> None:  # fmt: skip
@@ -82,10 +85,7 @@ class BufferType:
         return tensor.nbytes
 
     def alloc_buffer(self, size: int, usage: Usage = Usage.ANY) -> Buffer:
-        """A fresh buffer of `size` bytes (`ggml_backend_buft_alloc_buffer`). Raises AllocationError."""
-        if self.max_size is not None and size > self.max_size:
-            raise AllocationError(f"{size:,} bytes of {self.name} in one buffer", f"at most {self.max_size:,}",
-                                  "use several buffers")  # fmt: skip
+        """A fresh buffer of `size` bytes (`ggml_backend_buft_alloc_buffer`). Raises AllocationError where there is no room."""
         return self._make(self, size, usage)
 
     def __repr__(self) -> str:
@@ -131,16 +131,20 @@ class NodeList(Protocol):
 def write_tensor(tensor: Tensor, data: np.ndarray, offset: int = 0, trace: Trace | None = None) -> None:
     """Write host bytes into a tensor at once (`ggml_backend_tensor_set`); `offset` counts from its first byte."""
     storage = tensor.require_data()
+    if not data.nbytes:
+        return
     if trace is not None:
-        trace.add("set", memory=buffer_type_of(storage).name, name=tensor.name, offset=offset, bytes=data.nbytes)
+        kind = buffer_type_of(storage)
+        trace.add("set", kind.now, memory=kind.name, name=tensor.name, offset=offset, bytes=data.nbytes)
     storage.write(tensor.offset + offset, data)
 
 
 def read_tensor(tensor: Tensor, trace: Trace | None = None) -> np.ndarray:
     """The bytes of a tensor, at once (`ggml_backend_tensor_get`)."""
     storage = tensor.require_data()
-    if trace is not None:
-        trace.add("get", memory=buffer_type_of(storage).name, name=tensor.name, offset=0, bytes=tensor.nbytes)
+    if trace is not None and tensor.nbytes:
+        kind = buffer_type_of(storage)
+        trace.add("get", kind.now, memory=kind.name, name=tensor.name, offset=0, bytes=tensor.nbytes)
     return storage.read(tensor.offset, tensor.nbytes)
 
 
@@ -275,15 +279,23 @@ class Backend:
     def synchronize(self) -> None:
         """Wait until everything asked of this backend is done (`ggml_backend_synchronize`)."""
 
-    def optimize(self, nodes: list[Tensor]) -> list[Tensor]:
-        """The nodes of a split in the order that suits this device (`ggml_backend_graph_optimize`)."""
+    def cancel(self) -> None:
+        """Forget work that was asked for and did not happen yet: a run has failed."""
+
+    def optimize(self, nodes: list[Tensor], keep: Callable[[Tensor, Tensor], None]) -> list[Tensor]:
+        """The nodes of a split in the order that suits this device (`ggml_backend_graph_optimize`).
+
+        keep(tensor, until): do not give the memory of `tensor` away before the node `until` (`add_alloc_dep`): a device that
+        computes nodes side by side needs that.
+        """
         return nodes
 
     def _log_launch(self, nodes: Sequence[Tensor]) -> None:
         if self.trace is not None:
-            self.trace.add("launch", device=self.name, count=len(nodes))
+            now = self.buffer_type.now
+            self.trace.add("launch", now, device=self.name, count=len(nodes))
             for node in nodes:
-                self.trace.add("queued", name=node.name)
+                self.trace.add("queued", now, name=node.name)
 
     def memory_report(self) -> dict[str, int]:
         """Bytes this backend holds beside the buffers of tensors."""

@@ -33,23 +33,37 @@ class Machine:
     """Virtual time: the clock of the host, and work of devices that has an end but did not happen yet.
 
     now: nanoseconds since the start. trace: where devices record their calls and what they were busy with, or None.
+    eager: work happens when it is asked for, as with devices that compute at the call; then no wait is ever missing.
     """
 
-    def __init__(self, trace: Trace | None = None) -> None:
-        self.now = 0
+    def __init__(self, trace: Trace | None = None, eager: bool = False) -> None:
+        self.now, self.eager = 0, eager
         self.trace = trace
-        self._pending: list[tuple[int, int, Callable[[], Any]]] = []
+        self._pending: list[tuple[int, int, object, Callable[[], Any]]] = []
         self._order = itertools.count()
 
-    def ask(self, end: int, effect: Callable[[], Any]) -> None:
+    @property
+    def n_pending(self) -> int:
+        """Pieces of work that did not happen yet."""
+        return len(self._pending)
+
+    def ask(self, end: int, effect: Callable[[], Any], device: object = None) -> None:
         """Let `effect` happen when the clock reaches `end`; effects of one time happen in the order they were asked for."""
-        heapq.heappush(self._pending, (end, next(self._order), effect))
+        if self.eager:
+            effect()
+        else:
+            heapq.heappush(self._pending, (end, next(self._order), device, effect))
 
     def reach(self, time: int) -> None:
         """Move the host's clock to `time`, never back, and let everything happen that ends by then."""
         self.now = max(self.now, time)
         while self._pending and self._pending[0][0] <= self.now:
-            heapq.heappop(self._pending)[2]()
+            heapq.heappop(self._pending)[3]()
+
+    def cancel(self, device: object) -> None:
+        """Forget what a device was asked for and has not done."""
+        self._pending = [work for work in self._pending if work[2] is not device]
+        heapq.heapify(self._pending)
 
     def spend(self, ns: int) -> None:
         """Let the host be busy for so long."""
@@ -81,16 +95,14 @@ class DeviceBuffer:
     def read(self, offset: int, nbytes: int) -> np.ndarray:
         """Copy to the host, at once: what has not happened by now is not in it."""
         self._check(offset, nbytes)
-        machine = self.buffer_type.machine
-        machine.spend(self.buffer_type.speed.transfer_ns(nbytes))
+        self.buffer_type.transfer(nbytes)
         return self.device_bytes()[offset : offset + nbytes].copy()
 
     def write(self, offset: int, data: np.ndarray) -> None:
         """Copy from the host, at once."""
         raw = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
         self._check(offset, raw.size)
-        machine = self.buffer_type.machine
-        machine.spend(self.buffer_type.speed.transfer_ns(raw.size))
+        self.buffer_type.transfer(raw.size)
         self.device_bytes()[offset : offset + raw.size] = raw
         self.version += 1
 
@@ -99,8 +111,8 @@ class DeviceBuffer:
         if not self.buffer_type.copies_buffers:
             return False
         if trace is not None:
-            trace.add("copy_buffer", memory=self.name, name=tensor.name, copy=copy.name, bytes=tensor.nbytes, done=1)
-        self.buffer_type.machine.spend(self.buffer_type.speed.transfer_ns(tensor.nbytes))
+            trace.add("copy_buffer", self.buffer_type.now, memory=self.name, name=tensor.name, copy=copy.name, bytes=tensor.nbytes, done=1)
+        self.buffer_type.transfer(tensor.nbytes)
         _move(tensor, copy)
         return True
 
@@ -125,8 +137,8 @@ class SimulatedMemory(BufferType):
     """A kind of memory of a simulated machine (`ggml_backend_buffer_type`).
 
     capacity: bytes in all, None for no limit. alloc_extra: bytes that every tensor takes beside its own. copies_buffers:
-    whether its buffers can be filled from another device's without the host. fail_allocation: the n-th allocation from
-    now on fails (1: the next), for tests.
+    whether its buffers can be filled from another device's without the host. used, peak: bytes handed out, now and at most.
+    fail_allocation, fail_copy: the n-th allocation or blocking copy from now on fails (1: the next), for tests.
     """
 
     def __init__(self, machine: Machine, name: str, alignment: int = 128, max_size: int | None = None, is_host: bool = False,
@@ -135,8 +147,21 @@ class SimulatedMemory(BufferType):
         super().__init__(name, alignment, max_size, is_host)
         self.machine, self.capacity, self.alloc_extra, self.speed = machine, capacity, alloc_extra, speed
         self.copies_buffers = copies_buffers
-        self.used = 0
-        self.fail_allocation = 0
+        self.used = self.peak = 0
+        self.fail_allocation = self.fail_copy = 0
+
+    @property
+    def now(self) -> int:  # type: ignore[override]
+        """The host's virtual time."""
+        return self.machine.now
+
+    def transfer(self, nbytes: int) -> None:
+        """Let the host wait for a blocking copy to or from this memory."""
+        if self.fail_copy:
+            self.fail_copy -= 1
+            if not self.fail_copy:
+                raise StorageError(f"a copy of {nbytes:,} bytes to or from {shown(self.name)} was made to fail", "success")
+        self.machine.spend(self.speed.transfer_ns(nbytes))
 
     def alloc_size(self, tensor: Tensor) -> int:
         """Bytes that a tensor takes here."""
@@ -152,6 +177,7 @@ class SimulatedMemory(BufferType):
             raise AllocationError(f"{shown(self.name)} has {self.capacity - self.used:,} of {self.capacity:,} bytes left, {size:,} were asked for",
                                   "room on the device", "fewer layers or experts there, a smaller batch or context")  # fmt: skip
         self.used += size
+        self.peak = max(self.peak, self.used)
         if self.machine.trace is not None:
             self.machine.trace.add("alloc", self.machine.now, memory=self.name, bytes=size)
         return _PinnedBuffer(self, size, usage) if self.is_host else DeviceBuffer(self, size, usage)
@@ -202,13 +228,15 @@ class SimulatedDevice(Backend):
     deny_ops, allow_ops (None: all), deny_types: what it supports, by op or telling name and by type. reads: names of the
     buffer types it works on, its own included. offload_min_batch: batch from which it offers to compute ops whose weights lie in host
     memory; None: never. waits: whether it has a stream that one can wait for; without one every call returns when the work is
-    done, as on a CPU. async_copy, async_io, events: which asynchronous abilities it has. fail_compute, fail_copy: the n-th from now on fails (1: the next), for tests.
+    done, as on a CPU. async_copy, async_io, events: which asynchronous abilities it has. optimizer: its `optimize`.
+    fail_compute, fail_copy: the n-th launch or asynchronous copy from now on fails (1: the next), for tests.
     """
 
     def __init__(self, machine: Machine, name: str, memory: BufferType, device_type: DeviceType = DeviceType.GPU, *,
                  reads: Collection[str] = (), deny_ops: Collection[str] = (), allow_ops: Collection[str] | None = None,
                  deny_types: Collection[str] = (), offload_min_batch: int | None = None, async_copy: bool = True,
                  async_io: bool = True, waits: bool | None = None, events: bool = True, speed: cost.Speed | None = None,
+                 optimizer: Callable[[list[Tensor], Callable[[Tensor, Tensor], None]], list[Tensor]] | None = None,
                  activation_rounding: str = "none") -> None:  # fmt: skip
         self.machine, self.name, self.buffer_type, self.device_type = machine, name, memory, device_type
         self.reads_types = frozenset(reads) | {memory.name}
@@ -219,6 +247,7 @@ class SimulatedDevice(Backend):
         self.waits = device_type is not DeviceType.CPU if waits is None else waits
         self.speed = speed or (cost.CPU if device_type is DeviceType.CPU else cost.GPU)
         self.activation_rounding = activation_rounding
+        self.optimizer = optimizer
         self.free_at = 0  # when the work asked for so far is done
         self.fail_compute = self.fail_copy = 0
         self.lock = threading.RLock()
@@ -270,6 +299,15 @@ class SimulatedDevice(Backend):
 
     # ---- its stream
 
+    @property
+    def trace(self) -> Trace | None:  # type: ignore[override]
+        """Where calls are recorded: the devices of a machine share it."""
+        return self.machine.trace
+
+    @trace.setter
+    def trace(self, trace: Trace | None) -> None:
+        self.machine.trace = trace
+
     def note(self, kind: str, **fields: int | str) -> None:
         """Record a call."""
         if self.trace is not None:
@@ -281,7 +319,7 @@ class SimulatedDevice(Backend):
         self.free_at = start + ns
         if self.trace is not None:
             self.trace.add("busy", start, self.free_at, device=self.name, name=name)
-        self.machine.ask(self.free_at, effect)
+        self.machine.ask(self.free_at, effect, self)
         if not self.waits:  # no stream: the host does the work itself, or stands beside it
             self.machine.reach(self.free_at)
 
@@ -350,6 +388,15 @@ class SimulatedDevice(Backend):
         self.note("event_wait", device=self.name, event=event.name)
         assert isinstance(event, SimulatedEvent)
         self.free_at = max(self.free_at, event.time)
+
+    def optimize(self, nodes: list[Tensor], keep: Callable[[Tensor, Tensor], None]) -> list[Tensor]:
+        """The order of a split's nodes, by the device's optimizer."""
+        return self.optimizer(nodes, keep) if self.optimizer else nodes
+
+    def cancel(self) -> None:
+        """Forget what it was asked for."""
+        self.machine.cancel(self)
+        self.free_at = self.machine.now
 
     def synchronize(self) -> None:
         """Let the host wait until the device is done."""

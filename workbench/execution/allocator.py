@@ -376,6 +376,11 @@ class GraphAllocator:
         """Bytes of buffer `i`; 0 where an earlier id has the same one (`ggml_gallocr_get_buffer_size`)."""
         return sum(self.chunk_sizes(i)) if self._first[i] == i else 0
 
+    def owns(self, tensor: Tensor) -> bool:
+        """Whether `tensor` was placed here, or in compute memory that is gone: another plan may put it elsewhere."""
+        s = tensor._storage
+        return s is not None and s.usage is Usage.COMPUTE and (s.closed or any(s is b for have in self._buffers for b in have or ()))
+
     def where(self, tensor: Tensor) -> Placement | None:
         """Where `tensor` lies in this allocator's buffers, or None: it is a view, or its memory is someone else's."""
         for i, buffers in enumerate(self._buffers):

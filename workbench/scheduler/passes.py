@@ -2,15 +2,19 @@
 
 Each pass is a generator of decisions `(stage, tensor, backend, cause)` that it makes as it yields them: scheduling drains
 it, a stepper shows one at a time. Backends are numbered by priority; the last one is the CPU. -1 means "not decided".
+
+ggml leaves two dangers to its callers: a node that writes into memory which its device cannot reach, and a view apart from its
+memory. They are mended at the end of pass 4 (cause "4.own"), except with quirks="ggml".
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
 from workbench.cgraph import CGraph
 from workbench.devices.backend import Backend, BufferType, buffer_type_of
-from workbench.errors import UnsupportedOp
+from workbench.errors import ParameterError, UnsupportedOp, shown
 from workbench.tensors.storage import Usage
 from workbench.tensors.tensor import Flag, Tensor
 
@@ -30,6 +34,7 @@ CAUSES = {
     "3.upg": "a backend of higher priority shares the same kind of memory",
     "4.vsrc": "a view lives where the tensor lives whose memory it shows",
     "4.cur": "the node that reads it runs there",
+    "4.own": "it writes into memory that lies there (a repair: ggml leaves this to the caller)",
     "4.cpy": "it is a copy made for another backend",
 }
 """Why a tensor belongs to a backend: ggml's short names (`SET_CAUSE`) with the sentence. `1.wgt` ends in the source's index."""
@@ -53,6 +58,7 @@ class Assignment:
         self.causes: dict[Tensor, str] = {}
         self._supported: list[dict[Tensor, bool]] = [{} for _ in backends]
         self._reads: dict[tuple[int, int], bool] = {}
+        self._types: dict[int, BufferType] = {}
 
     def decide(self, stage: str, tensor: Tensor, backend: int, cause: str) -> Decision:
         """Write a decision down and return it."""
@@ -74,6 +80,7 @@ class Assignment:
         answer = self._reads.get(key)
         if answer is None:
             answer = self._reads[key] = self.backends[backend].supports_buft(kind)
+            self._types[id(kind)] = kind
         return answer
 
     def reads(self, backend: int, tensor: Tensor) -> bool:
@@ -85,6 +92,26 @@ class Assignment:
         if home == -1 and tensor.view_src is not None:
             home = self.of.get(tensor.view_src, -1)
         return home != -1 and self.reads_type(backend, self.buffer_types[home])
+
+    def sharing(self) -> list[list[int]]:
+        """For each backend the others that work on some of the memory that it works on, of all types met so far."""
+        everyone = range(len(self.backends))
+        types = {id(k): k for k in (*self.buffer_types, *self._types.values())}.values()
+        readers = [{b for b in everyone if self.reads_type(b, kind)} for kind in types]
+        return [[o for o in everyone if o != b and any({b, o} <= r for r in readers)] for b in everyone]
+
+    def require_assignable(self, tensor: Tensor, backend: int) -> None:
+        """Raise where an assignment by hand could only give garbage; see `Scheduler.set_backend`."""
+        b = self.backends[backend]
+        if tensor.view_src is not None:
+            raise ParameterError(f"{tensor.label} is a view and has no computation", "a node that computes something",
+                                 f"assign {tensor.view_src.label}, whose memory it shows")  # fmt: skip
+        if why := b.why_unsupported(tensor):
+            raise UnsupportedOp(f"{b.name} cannot compute {tensor.label} = {tensor.desc}", "a backend that supports the op", why)
+        storage = tensor.storage
+        if storage is not None and not (storage.usage is Usage.COMPUTE or self.reads_type(backend, buffer_type_of(storage))):
+            raise UnsupportedOp(f"{tensor.label} lies in {shown(storage.name)}, which {b.name} does not work on",
+                                "a backend that works on this memory", "leave it where it is: whoever reads it gets a copy")  # fmt: skip
 
     def by_memory(self, owner: Tensor, node: Tensor) -> int:
         """The first backend that works on `owner`'s memory and supports `node`, or -1."""
@@ -235,14 +262,58 @@ def _first_that_supports(a: Assignment, node: Tensor) -> Decision:
     raise UnsupportedOp(f"no backend supports {node.label} = {node.desc}", "one backend at least, usually the CPU", reasons)
 
 
-def assign(a: Assignment, graph: CGraph, quirks: str = "") -> Iterator[Decision]:
-    """Passes 1 to 4 in a row. The causes of user assignments that stand already are "usr"."""
+# ---- repairs
+
+
+def settle(a: Assignment, graph: CGraph) -> Iterator[Decision]:
+    """Let nodes that write into another tensor's memory (CPY, SET_ROWS) run where that memory can be reached, and views be
+    where their memory is.
+
+    Raises UnsupportedOp where no backend can compute all nodes that write into one tensor.
+    """
+    views = [n for n in graph.nodes if n.view_src is not None]
+    writers: dict[Tensor, list[Tensor]] = {}
+    for node in computed(views):
+        writers.setdefault(node.root(), []).append(node)
+    for owner, nodes in writers.items():
+        if not all(a.reads(a.of[n], owner) for n in nodes):
+            yield from _together(a, owner, nodes)
+    for node in views:
+        owner = node.root()
+        if node not in writers.get(owner, ()) and not a.reads(a.of[node], owner):
+            yield a.decide("pass4", node, a.of[owner], "4.vsrc")
+
+
+def _together(a: Assignment, owner: Tensor, nodes: list[Tensor]) -> Iterator[Decision]:
+    """One backend for a tensor and all nodes that write into it: its own if possible."""
+    storage = owner.storage
+    for b in (a.of[owner], *range(len(a.backends))):
+        reached = a.supports(b, owner) if storage is None else a.reads_type(b, buffer_type_of(storage))
+        if reached and all(a.supports(b, n) for n in nodes):
+            break
+    else:
+        lies = f" lies in {shown(storage.name)} and" if storage is not None else ""
+        raise UnsupportedOp(f"{owner.label}{lies} is written by {', '.join(n.label for n in nodes[:3])}: no backend can compute all of that",
+                            "one backend for a tensor and the nodes that write into it",
+                            "let a backend support these ops, or place the tensor elsewhere")  # fmt: skip
+    if a.of[owner] != b and storage is None:
+        yield a.decide("pass4", owner, b, "4.own")
+    for node in nodes:
+        if not a.reads(a.of[node], owner):
+            yield a.decide("pass4", node, b, "4.own")
+
+
+def passes(a: Assignment, graph: CGraph, quirks: str = "") -> list[tuple[str, Iterator[Decision]]]:
+    """Passes 1 to 4 by the names of their stages, to be drained in this order. Assignments by hand stand already."""
     nodes = computed(graph.nodes)
     upwards = nodes[::-1]
-    yield from assign_by_memory(a, graph)
-    yield from expand(a, "pass2_gpu_down", nodes, skip_last=True)
-    yield from expand(a, "pass2_gpu_up", upwards, skip_last=True)
-    yield from expand(a, "pass2_rest_down", nodes, skip_last=False)
-    yield from expand(a, "pass2_rest_up", upwards, skip_last=False)
-    yield from upgrade(a, nodes)
-    yield from assign_rest(a, graph, quirks)
+    last = assign_rest(a, graph, quirks)
+    return [
+        ("pass1", assign_by_memory(a, graph)),
+        ("pass2_gpu_down", expand(a, "pass2_gpu_down", nodes, skip_last=True)),
+        ("pass2_gpu_up", expand(a, "pass2_gpu_up", upwards, skip_last=True)),
+        ("pass2_rest_down", expand(a, "pass2_rest_down", nodes, skip_last=False)),
+        ("pass2_rest_up", expand(a, "pass2_rest_up", upwards, skip_last=False)),
+        ("pass3", upgrade(a, nodes)),
+        ("pass4", last if quirks == "ggml" else itertools.chain(last, settle(a, graph))),
+    ]

@@ -6,34 +6,25 @@ with the copies and waits between them.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from workbench.cgraph import CGraph
-from workbench.devices.backend import Backend, BufferType, DeviceType, Event, copy_tensor
+from workbench.cgraph.graph import next_uid
+from workbench.devices.backend import Backend, BufferType, DeviceType, Event
 from workbench.errors import GraphError, GraphFull, ParameterError
 from workbench.execution.allocator import GraphAllocator
-from workbench.scheduler.passes import Assignment, Decision, assign
+from workbench.scheduler import record
+from workbench.scheduler.passes import Assignment, passes
+from workbench.scheduler.runtime import Runtime
 from workbench.scheduler.splits import GraphCopy, Split, Splitter
 from workbench.scheduler.transfer import EvalCallback, UsedExperts, WeightTransfer
-from workbench.tensors.tensor import Flag, Tensor
+from workbench.tensors.tensor import Moves, Tensor
 from workbench.trace import Trace
 
 MAX_COPIES = 4
 """Pipeline slots of a parallel scheduler (`GGML_SCHED_MAX_COPIES`)."""
-
-
-class Part:
-    """The nodes of a split, or a range of them, as a graph to compute."""
-
-    def __init__(self, nodes: list[Tensor]) -> None:
-        self.nodes = nodes
-        self._contexts = list({t.context for t in nodes if t.context is not None})
-
-    def require_open(self) -> None:
-        """Raise ContextClosed where a context was closed."""
-        for context in self._contexts:
-            context.require_open()
 
 
 class Scheduler:
@@ -41,54 +32,85 @@ class Scheduler:
 
     backends: by priority; the last one must be a CPU. buffer_types: the compute memory of each (default: its own).
     graph_size: most nodes and leafs. parallel: four pipeline slots instead of one. op_offload: whether backends may take
-    ops whose weights lie in host memory. quirks="ggml" reproduces ggml's three hazards instead of refusing or mending them.
-    transfer: how weights move. trace: where every call is recorded.
-    n_reallocations, n_splittings count what a steady state does not do.
+    ops whose weights lie in host memory. quirks="ggml" reproduces ggml's hazards instead of refusing or mending them.
+    transfer: how weights move. trace: where decisions and calls are recorded.
+
+    A steady state does not change these counters: n_splittings, graphs assigned and cut; n_reservations, plans of memory made
+    anew because the last one did not fit; n_reallocations, those that had to take other memory.
     """
 
     def __init__(self, backends: Sequence[Backend], buffer_types: Sequence[BufferType] | None = None, graph_size: int = 2048, *,
                  parallel: bool = False, op_offload: bool = True, quirks: str = "", transfer: WeightTransfer | None = None,
                  trace: Trace | None = None) -> None:  # fmt: skip
-        if not backends or backends[-1].device_type is not DeviceType.CPU:
-            raise ParameterError(f"backends {[b.name for b in backends]}", "at least one, and a CPU as the last",
-                                 "append CpuBackend()")  # fmt: skip
         self.backends = list(backends)
-        self.buffer_types = list(buffer_types) if buffer_types is not None else [b.buffer_type for b in backends]
+        if not self.backends or self.backends[-1].device_type is not DeviceType.CPU:
+            raise ParameterError(f"backends {[b.name for b in self.backends]}", "at least one, and a CPU as the last",
+                                 "append CpuBackend()")  # fmt: skip
+        self.buffer_types = [b.buffer_type for b in self.backends] if buffer_types is None else list(buffer_types)
+        if len(self.buffer_types) != len(self.backends):
+            raise ParameterError(f"{len(self.buffer_types)} buffer types", f"one for each of {len(self.backends)} backends")
         for b, kind in zip(self.backends, self.buffer_types, strict=True):
             if not b.supports_buft(kind):
                 raise ParameterError(f"{b.name} with compute memory {kind.name}", "memory that the backend works on")
+        if not isinstance(graph_size, int) or graph_size < 1:
+            raise ParameterError(f"graph_size={graph_size!r}", "a whole number of nodes, 1 or more")
         self.graph_size, self.op_offload, self.quirks = graph_size, op_offload, quirks
         self.n_copies = MAX_COPIES if parallel else 1
-        self.transfer: WeightTransfer = transfer or UsedExperts()
-        self.eval_callback: EvalCallback | None = None
-        self.n_reallocations = self.n_splittings = 0
-        self.trace = trace
+        self.n_splittings = self.n_reservations = self.n_reallocations = 0
         self._allocator = GraphAllocator(self.buffer_types, quirks)
-        self._splitter = Splitter(self.backends, self.n_copies)
-        self._events = [[b.new_event(f"{b.name}.{c}") if self.n_copies > 1 else None for c in range(self.n_copies)] for b in self.backends]
+        self._splitter = Splitter(self.backends, self.n_copies, quirks)
+        self._runtime = Runtime(self.backends, self._new_events(), transfer or UsedExperts(), mend=not quirks)
+        self.trace = trace
         self._ids: tuple[list[int], list[int]] = ([], [])  # backends of the graph copy's nodes and leafs, now …
         self._previous_ids = self._ids  # … and of the graph before; a reset keeps both
-        self._slot = self._next_slot = 0
+        self._next_slot = 0
         self._user: dict[Tensor, int] = {}
         self._forget()
 
+    def _new_events(self) -> list[list[Event | None]]:
+        several = self.n_copies > 1
+        return [[b.new_event(f"{b.name}.{c}") if several else None for c in range(self.n_copies)] for b in self.backends]
+
     @property
     def trace(self) -> Trace | None:
-        """Where calls are recorded; setting it sets it for all backends."""
-        return self._trace
+        """Where decisions and calls are recorded; setting it sets it for all backends."""
+        return self._runtime.trace
 
     @trace.setter
     def trace(self, trace: Trace | None) -> None:
-        self._trace = trace
+        self._runtime.trace = trace
         for b in self.backends:
             b.trace = trace
+
+    @property
+    def transfer(self) -> WeightTransfer:
+        """How weights reach the device that computes with them."""
+        return self._runtime.transfer
+
+    @transfer.setter
+    def transfer(self, transfer: WeightTransfer) -> None:
+        self._runtime.transfer = transfer
+
+    @property
+    def eval_callback(self) -> EvalCallback | None:
+        """Is asked for each node, and shown those that it wants (`ggml_backend_sched_set_eval_callback`)."""
+        return self._runtime.eval_callback
+
+    @eval_callback.setter
+    def eval_callback(self, callback: EvalCallback | None) -> None:
+        self._runtime.eval_callback = callback
 
     # ---- what the last split decided
 
     @property
+    def graph(self) -> CGraph | None:
+        """The graph that was split last, or None after a reset."""
+        return self._graph
+
+    @property
     def splits(self) -> list[Split]:
         """The splits of the last graph, in order."""
-        return self._splitter.splits
+        return self._splitter.splits if self._graph is not None else []
 
     @property
     def assignment(self) -> Assignment:
@@ -108,12 +130,22 @@ class Scheduler:
     @property
     def slot(self) -> int:
         """The pipeline slot in use (`cur_copy`)."""
-        return self._slot
+        return self._runtime.slot
 
     @property
     def allocator(self) -> GraphAllocator:
         """The memory of all backends."""
         return self._allocator
+
+    @property
+    def is_reset(self) -> bool:
+        """No graph was split and nothing was assigned since the last reset."""
+        return self._is_reset
+
+    @property
+    def is_allocated(self) -> bool:
+        """The last graph has its memory: inputs can be written, and it can be computed."""
+        return self._is_allocated
 
     def backend_of(self, tensor: Tensor) -> Backend:
         """The backend of a tensor of the last graph (`ggml_backend_sched_get_tensor_backend`)."""
@@ -122,45 +154,54 @@ class Scheduler:
             raise GraphError(f"{tensor.label} has no backend", "a tensor of the graph that was split last")
         return self.backends[b]
 
-    def buffer_size(self, backend: int) -> int:
+    def buffer_size(self, backend: int | Backend) -> int:
         """Bytes of compute memory of a backend; 0 where an earlier one has the same (`ggml_backend_sched_get_buffer_size`)."""
-        return self._allocator.buffer_size(backend)
+        return self._allocator.buffer_size(self._index(backend))
+
+    def _index(self, backend: int | Backend) -> int:
+        if isinstance(backend, int) and 0 <= backend < len(self.backends):
+            return backend
+        if backend in self.backends:
+            return self.backends.index(backend)  # type: ignore[arg-type]
+        names = ", ".join(f"{i}: {b.name}" for i, b in enumerate(self.backends))
+        raise ParameterError(f"backend {backend!r}", f"one of this scheduler's, or its number: {names}")
 
     def set_backend(self, tensor: Tensor, backend: int | Backend) -> None:
         """Assign a node by hand, until the next reset (`ggml_backend_sched_set_tensor_backend`).
 
-        Raises UnsupportedOp where the backend cannot compute it, ParameterError for views, which have no computation of
-        their own; quirks="ggml" accepts both, as ggml does, with garbage as the result.
+        Raises UnsupportedOp where the backend cannot compute it or reach its memory, ParameterError for views, which have no
+        computation of their own; quirks="ggml" accepts all of these, as ggml does, with garbage as the result.
         """
-        b = backend if isinstance(backend, int) else self.backends.index(backend)
-        if not 0 <= b < len(self.backends):
-            raise ParameterError(f"backend {b}", f"0 to {len(self.backends) - 1}")
+        b = self._index(backend)
         if self.quirks != "ggml":
-            if tensor.view_src is not None:
-                raise ParameterError(f"{tensor.label} is a view and has no computation", "a node that computes something",
-                                     f"assign {tensor.view_src.label}, whose memory it shows")  # fmt: skip
-            self.backends[b].require_op(tensor)
+            self._assignment.require_assignable(tensor, b)
         self._user[tensor] = b
         self._is_reset = False
 
     # ---- states
 
     def _forget(self) -> None:
-        self._assignment = Assignment(self.backends, self.buffer_types, self.op_offload)
+        self._splitter.undo()
+        self._assignment = self._fresh_assignment()
         self._copy = GraphCopy()
         self._graph: CGraph | None = None
-        self._parts: dict[Any, Part] = {}
-        self._is_reset, self._is_allocated = True, False
+        self._is_allocated = False
+        self._is_reset = not self._user
 
     def reset(self) -> None:
         """Forget the last graph and all assignments by hand; its nodes get their own sources back (`…_sched_reset`)."""
-        self._splitter.undo()
         self._user = {}
         self._forget()
 
-    def decisions(self, graph: CGraph) -> Iterator[Decision]:
-        """Passes 1 to 4, one decision at a time, from the present assignments by hand. Changes nothing else."""
-        return assign(self._fresh_assignment(), graph, self.quirks)
+    def decisions(self, graph: CGraph) -> Iterator[tuple[Any, ...]]:
+        """All that `split` would decide, one step at a time, from the present assignments by hand; nothing is changed.
+
+        Passes 1 to 4: (stage, tensor, backend, cause). Pass 5: see `splits.Step`.
+        """
+        a = self._fresh_assignment()
+        for _, steps in passes(a, graph, self.quirks):
+            yield from steps
+        yield from self._splitter.preview().split(a, graph, self.slot)
 
     def _fresh_assignment(self) -> Assignment:
         a = Assignment(self.backends, self.buffer_types, self.op_offload)
@@ -169,24 +210,73 @@ class Scheduler:
         return a
 
     def split(self, graph: CGraph) -> list[Split]:
-        """Assign and cut a graph without giving it memory (`ggml_backend_sched_split_graph`)."""
-        graph.require_open()
-        if len(graph.nodes) + len(graph.leafs) > self.graph_size * 2:
+        """Assign and cut a graph without giving it memory (`ggml_backend_sched_split_graph`).
+
+        Memory that this scheduler gave to the graph's tensors before does not count: they are placed anew. Where it fails, no
+        graph is split, and assignments by hand stay.
+        """
+        self._forget()
+        graph.require_alive()
+        if max(len(graph.nodes), len(graph.leafs)) > self.graph_size:
             raise GraphFull(f"a graph of {len(graph.nodes):,} nodes and {len(graph.leafs):,} leafs",
                             f"at most {self.graph_size:,} of each", "Scheduler(…, graph_size=…)")  # fmt: skip
-        self._splitter.undo()
-        self._is_reset, self._is_allocated = False, False
+        self._take_back(graph)
         self.n_splittings += 1
-        a = self._assignment = self._fresh_assignment()
-        for _ in assign(a, graph, self.quirks):
-            pass
-        for _ in self._splitter.split(a, graph, self._slot):
-            pass
-        for split in self.splits:
-            split.nodes = self.backends[split.backend].optimize(split.nodes)
-        self._copy, self._graph, self._parts = self._splitter.graph_copy(a, graph), graph, {}
+        self._is_reset = False
+        a, splitter = self._assignment, self._splitter
+        if self.trace is None:
+            for _, decisions in passes(a, graph, self.quirks):
+                for _ in decisions:
+                    pass
+            for _ in splitter.split(a, graph, self.slot):
+                pass
+        else:
+            record.splitting(self.trace, graph, self._user, passes(a, graph, self.quirks), splitter.split(a, graph, self.slot))
+        kept = self._optimize()
+        splitter.commit()
+        self._graph, self._copy = graph, splitter.graph_copy(a, graph, kept)
+        graph.uid = next_uid()
+        self._runtime.prepare(a, splitter)
         self._previous_ids, self._ids = self._ids, (self._copy.node_ids, self._copy.leaf_ids)
         return self.splits
+
+    def _take_back(self, graph: CGraph) -> None:
+        owns, taken = self._allocator.owns, False
+        for tensors in (graph.leafs, graph.nodes):
+            for t in tensors:
+                if t._storage is not None and owns(t):
+                    t._storage, taken = None, True
+        Moves.count += taken
+
+    def _optimize(self) -> dict[Tensor, list[Tensor]]:
+        """Let each backend order the nodes of its splits; what memory it wants kept, by the node until which."""
+        kept: dict[Tensor, list[Tensor]] = {}
+
+        def keep(tensor: Tensor, until: Tensor) -> None:
+            tensors = kept.setdefault(until, [])
+            if tensor not in tensors:
+                tensors.append(tensor)
+
+        for split in self._splitter.splits:
+            nodes = self.backends[split.backend].optimize(split.nodes, keep)
+            if nodes is not split.nodes:
+                _require_order(self.backends[split.backend], split.nodes, nodes)
+                split.nodes = nodes
+        if kept:
+            for node in kept.keys() - {n for s in self._splitter.splits for n in s.nodes}:
+                raise GraphError(f"a backend wants memory kept until {node.label}", "a node of the graph")
+        return kept
+
+    def measure(self, graph: CGraph) -> list[int]:
+        """Bytes of compute memory per backend that `reserve` would take; takes none (`ggml_backend_sched_reserve_size`).
+        Ends in a reset."""
+        self.reset()
+        self.synchronize()
+        self.split(graph)
+        try:
+            return self._allocator.measure(self._copy, *self._ids)  # type: ignore[arg-type]
+        finally:
+            self.reset()
 
     def reserve(self, graph: CGraph) -> None:
         """Make the compute memory large enough for `graph`, the largest one to come (`ggml_backend_sched_reserve`).
@@ -195,32 +285,50 @@ class Scheduler:
         """
         self.synchronize()
         self.split(graph)
-        self._allocator.reserve(self._copy, *self._ids)  # type: ignore[arg-type]
-        self.reset()
+        try:
+            self._allocator.reserve(self._copy, *self._ids)  # type: ignore[arg-type]
+        finally:
+            self.reset()
 
     def alloc(self, graph: CGraph) -> None:
-        """Assign, cut and place a graph; then its inputs can be written (`ggml_backend_sched_alloc_graph`)."""
+        """Assign, cut and place a graph; then its inputs can be written (`ggml_backend_sched_alloc_graph`).
+
+        Raises GraphError where a graph is allocated already; AllocationError where a device is too small, and then nothing is.
+        """
         if self._is_allocated:
             raise GraphError("a graph is allocated already", "a reset before the next one", "scheduler.reset()")
-        self._slot = self._next_slot
+        self._runtime.slot = self._next_slot
         self._next_slot = (self._next_slot + 1) % self.n_copies
-        self.split(graph)
-        if self._moved() or not self._allocator.alloc(self._copy):  # type: ignore[arg-type]
-            self.n_reallocations += 1
-            for b in self.backends:  # inputs of splits may move: nothing may be on its way
-                b.synchronize()
-            self._allocator.reserve(self._copy, *self._ids)  # type: ignore[arg-type]
-            self._allocator.alloc(self._copy)  # type: ignore[arg-type]
+        try:
+            self.split(graph)
+            self._place()
+        except BaseException:
+            self._forget()
+            raise
         self._is_allocated = True
 
+    def _place(self) -> None:
+        allocator, copy = self._allocator, self._copy
+        plans, sizes = allocator.n_reserved, self._chunks()
+        if self._moved() or not allocator.alloc(copy):  # type: ignore[arg-type]
+            for b in self.backends:  # inputs of splits may move: nothing may be on its way
+                b.synchronize()
+            allocator.reserve(copy, *self._ids)  # type: ignore[arg-type]
+            allocator.alloc(copy)  # type: ignore[arg-type]
+        self.n_reservations += allocator.n_reserved - plans
+        self.n_reallocations += self._chunks() != sizes
+
+    def _chunks(self) -> list[list[int]]:
+        return [self._allocator.chunk_sizes(i) for i in range(len(self.backends))]
+
     def _moved(self) -> bool:
-        """Whether a position of the graph copy has another backend *and* other memory than before; where the graph before
-        was shorter, the allocator notices."""
-        types = self.buffer_types
+        """Whether a position of the graph copy has another backend *and* other memory than before; where there was no such
+        position, backend 0 counts."""
+        types = [*self.buffer_types, None]  # None: of a tensor without backend
         return any(
             i != j and types[i] is not types[j]
             for now, before in zip(self._ids, self._previous_ids, strict=True)
-            for i, j in zip(now, before, strict=False)
+            for i, j in zip(now, itertools.chain(before, itertools.repeat(0)), strict=False)
         )
 
     # ---- running
@@ -232,129 +340,30 @@ class Scheduler:
         return finished
 
     def compute_async(self, graph: CGraph) -> bool:
-        """Run a graph; results are there after `synchronize`. One that is not allocated yet is split and placed first."""
-        if not self._is_reset and not self._is_allocated:
-            self.reset()
+        """Run a graph; results are there after `synchronize`. One that is not allocated yet is split and placed first.
+
+        Where it fails, work that was asked for is given up on all backends; the graph stays allocated and can be run again.
+        """
         if not self._is_allocated:
+            if not self._is_reset and self.quirks == "ggml":  # ggml drops assignments by hand here
+                self.reset()
             self.alloc(graph)
         if self._graph is not graph:
             raise GraphError("another graph than the one that was allocated", "the same graph, or a reset before",
                              "scheduler.reset(); scheduler.alloc(graph)")  # fmt: skip
-        return self._run_splits()
+        with self._runtime.giving_up():
+            return self._runtime.run(self.splits)
 
     def synchronize(self) -> None:
         """Wait for all backends (`ggml_backend_sched_synchronize`)."""
-        for b in self.backends:
-            b.synchronize()
+        with self._runtime.giving_up():
+            self._runtime.synchronize()
         if not self._is_allocated:
             self._next_slot = 0  # the same slot at each step keeps addresses the same
 
-    def _run_splits(self) -> bool:
-        self.transfer.begin()
-        finished, previous = True, -1
-        for split in self.splits:
-            if not split.inputs and previous not in (-1, split.backend):
-                self._await(previous)  # memory may be used again across splits
-            for position in range(len(split.inputs)):
-                self._bring(split, position)
-            finished &= self._compute_split(split)
-            event = self._events[split.backend][self._slot]
-            if event is not None:
-                event.record()
-            previous = split.backend
-        return finished
-
-    def _event(self, backend: int) -> Event | None:
-        return self._events[backend][self._slot]
-
-    def _await(self, backend: int) -> None:
-        """Let the host wait for what a backend did in this slot."""
-        event = self._event(backend)
-        if event is not None:
-            event.synchronize()
-        else:
-            self.backends[backend].synchronize()
-
-    def copy_for(self, tensor: Tensor, split: Split) -> Tensor | None:
-        """The copy that a split reads instead of `tensor`, or None."""
-        copies = self._splitter.copies.get((tensor, split.backend))
-        return copies[self._slot] if copies else None
-
-    def _bring(self, split: Split, position: int) -> None:
-        """Copy one input of a split to its backend."""
-        tensor, target = split.inputs[position], self.backends[split.backend]
-        copy = self.copy_for(tensor, split)
-        assert copy is not None
-        if int(tensor.flags) & int(Flag.INPUT):  # at once: the user may overwrite it as soon as we return
-            self._await(split.backend)
-            copy_tensor(tensor, copy, self._trace)
-            return
-        event = self._event(split.backend)
-        if event is not None:
-            target.wait_event(event)  # the device must be done with the last contents of the copy
-        else:
-            target.synchronize()
-        if self.transfer.move(self, target, split, position):
-            return
-        source = self.backend_of(tensor)
-        if not target.copy_async(source, tensor, copy):
-            source.synchronize()
-            self._await(split.backend)
-            copy_tensor(tensor, copy, self._trace)
-
-    def _compute_split(self, split: Split) -> bool:
-        backend = self.backends[split.backend]
-        if self.eval_callback is None:
-            backend.compute_async(self._part(split.uid, split.nodes))
-            return True
-        return self._compute_observed(split, backend, self.eval_callback)
-
-    def _compute_observed(self, split: Split, backend: Backend, callback: EvalCallback) -> bool:
-        """Compute up to each node that the callback wants, show it, and go on unless it says no (this split only)."""
-        start = 0
-        for i, node in enumerate(split.nodes):
-            wanted = self._asked(callback, node, True)
-            if not wanted and i < len(split.nodes) - 1:
-                continue
-            backend.compute_async(self._part((split.uid, start, i), split.nodes[start : i + 1]))
-            backend.synchronize()
-            start = i + 1
-            if wanted and not self._asked(callback, node, False):
-                return False
-        return True
-
-    def _asked(self, callback: EvalCallback, node: Tensor, ask: bool) -> bool:
-        answer = bool(callback(node, ask))
-        if self._trace is not None:
-            if ask:
-                self._trace.add("ask", name=node.name, wanted=answer)
-            else:
-                self._trace.add("answer", name=node.name, go_on=answer)
-        return answer
-
-    def _part(self, key: Any, nodes: list[Tensor]) -> Part:
-        if key not in self._parts:
-            self._parts[key] = Part(nodes)
-        return self._parts[key]
-
-    # ---- asking
-
-    def debug(self) -> str:
-        """Splits with their inputs and nodes (`GGML_SCHED_DEBUG=2`)."""
-        lines: list[str] = []
-        a = self._assignment
-        for i, split in enumerate(self.splits):
-            inputs = " ".join(f"[{t.label} {t.nbytes:,} bytes]" for t in split.inputs)
-            lines.append(f"## SPLIT #{i}: {self.backends[split.backend].name} # {len(split.inputs)} inputs{': ' if inputs else ''}{inputs}")
-            for node in split.nodes:
-                if node.spec is not None and not node.spec.is_view:
-                    sources = " ".join(f"{s.label} [{self._where(s)}]" for s in node.sources())
-                    lines.append(f"  {node.desc:>14} {node.label} [{self._where(node)} {a.causes.get(node, '')}]: {sources}")
-        return "\n".join(lines)
-
-    def _where(self, tensor: Tensor) -> str:
-        b = self._assignment.of.get(tensor, -1)
-        return self.backends[b].name if b >= 0 else "NULL"
+    def debug(self, level: int = 2) -> str:
+        """Splits with their inputs, and from level 2 on their nodes (`GGML_SCHED_DEBUG`)."""
+        return record.debug(self, level)
 
     def close(self) -> None:
         """Give the compute memory back; the backends stay as they are (`ggml_backend_sched_free`)."""
@@ -364,3 +373,14 @@ class Scheduler:
     def __repr__(self) -> str:
         return f"<Scheduler over {', '.join(b.name for b in self.backends)}, {len(self.splits)} splits>"
 
+
+def _require_order(backend: Backend, before: list[Tensor], after: list[Tensor]) -> None:
+    """Raise GraphError where a backend's order is not one of the same nodes, sources first."""
+    left = set(before)
+    if len(after) != len(before) or left != set(after):
+        raise GraphError(f"{backend.name} made {len(after)} nodes of the {len(before)} of a split", "the same nodes in another order")
+    for node in after:
+        left.discard(node)
+        for s in (*node.sources(), node.root()):
+            if s in left:
+                raise GraphError(f"{backend.name} puts {node.label} before {s.label}, which it reads", "sources before their readers")

@@ -1,51 +1,54 @@
 """Pass 5: cut the graph where the backend changes, and name what must be copied across (`ggml_backend_sched_split_graph`).
 
-A node that reads a tensor which its backend cannot reach gets a copy as source instead. The original sources are kept, so
-that a graph can be given back as it was.
+A node that reads a tensor which its backend cannot reach gets a copy as source instead. The pass only decides: sources are
+changed by `commit`, and `undo` gives them back, so a graph is never left rewritten.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from workbench.cgraph import CGraph
+from workbench.cgraph.graph import next_uid
 from workbench.devices.backend import Backend
 from workbench.scheduler.passes import Assignment, computed, is_weight
-from workbench.tensors.tensor import Flag, Tensor
+from workbench.tensors.tensor import MAX_SRC, Flag, Tensor
 
 SPLIT_INPUTS = 30
 """Inputs that a split lists before its list must grow (`GGML_SCHED_MAX_SPLIT_INPUTS`)."""
+KEPT = Flag.INPUT | Flag.OUTPUT
+"""Flags of what must keep its place for a whole run."""
 
-Event = tuple[str, object, object]
-"""A step of pass 5: ("split", split, cause), ("input", split, tensor), ("copy", tensor, copy) or ("rewrite", node, j)."""
+Step = tuple[str, Any, int, Any]
+"""A step of pass 5: ("split", Split, backend, cause), ("copy", original, backend, its copies, one per slot),
+("input", original, backend, Split) or ("rewrite", node, source index j, copy)."""
 
 
 @dataclass(eq=False)
 class Split:
     """A run of nodes for one backend (`ggml_backend_sched_split`): nodes first … last - 1 of the graph; `inputs` are the
-    original tensors that are copied in before it runs; `nodes` are what its backend computes, perhaps reordered by it."""
+    original tensors that are copied in before it runs, `copies` what they become, one per slot; `nodes` are what its backend
+    computes, perhaps reordered by it; `uid` lets a backend recognise it."""
 
     backend: int
     first: int
     last: int
     inputs: list[Tensor] = field(default_factory=list)
+    copies: list[list[Tensor]] = field(default_factory=list)
     nodes: list[Tensor] = field(default_factory=list)
-    uid: int = 0
+    uid: int = field(default_factory=next_uid)
 
 
 @dataclass(frozen=True)
 class Rewrite:
-    """Source `j` of `node` was `original` and is now `copy`."""
+    """Source `j` of `node` is `original`, and `copy` while the graph is split."""
 
     node: Tensor
     j: int
     original: Tensor
     copy: Tensor
-
-    def undo(self) -> None:
-        """Give the node its own source back."""
-        _set_source(self.node, self.j, self.original)
 
 
 @dataclass(eq=False)
@@ -76,12 +79,17 @@ class GraphCopy:
 
 class Splitter:
     """Pass 5 and the graph copy. One lives as long as its scheduler: the capacity of each split's input list is kept from
-    graph to graph, and decides where a long list is cut."""
+    graph to graph, and decides where a long list is cut.
 
-    def __init__(self, backends: list[Backend], n_copies: int = 1) -> None:
-        self.backends, self.n_copies = backends, n_copies
+    A copy is used again by later splits of the same backend. Where a node has written into the original since, it is stale:
+    ggml uses it all the same (quirks="ggml"); without the quirk another copy is made.
+    """
+
+    def __init__(self, backends: list[Backend], n_copies: int = 1, quirks: str = "") -> None:
+        self.backends, self.n_copies, self.quirks = backends, n_copies, quirks
         self._capacity: list[int] = []
-        self._uid = 0
+        self._first = 0
+        self._changed: list[tuple[Tensor, tuple[Tensor | None, ...], Flag]] = []  # what `commit` changed, as it was
         self._begin(0)
 
     def _begin(self, slot: int) -> None:
@@ -90,44 +98,59 @@ class Splitter:
         self.rewrites: list[Rewrite] = []
         self.copies: dict[tuple[Tensor, int], list[Tensor]] = {}
         self.graph_inputs: list[Tensor] = []
+        self._copied: dict[Tensor, list[tuple[Tensor, int]]] = {}  # owner of the memory -> keys of `copies`
 
-    def copy_of(self, tensor: Tensor, backend: int, slot: int) -> Tensor:
-        """The copy of a tensor for a backend in a pipeline slot (`tensor_copy`)."""
-        return self.copies[tensor, backend][slot]
+    def preview(self) -> Splitter:
+        """Another splitter in the same state, to look at decisions without making them."""
+        twin = Splitter(self.backends, self.n_copies, self.quirks)
+        twin._capacity, twin._first = [*self._capacity], self._first
+        return twin
+
+    def commit(self) -> None:
+        """Let the nodes read the copies."""
+        for r in self.rewrites:
+            self._changed.append((r.node, r.node.src, r.node.flags))
+            r.node.src = (*r.node.src[: r.j], r.copy, *r.node.src[r.j + 1 :])
+        for tensor in self.graph_inputs:
+            self._changed.append((tensor, tensor.src, tensor.flags))
+            tensor.flags |= KEPT
 
     def undo(self) -> None:
         """Give every node its original sources back."""
-        for rewrite in reversed(self.rewrites):
-            rewrite.undo()
-        self.rewrites = []
+        for tensor, src, flags in reversed(self._changed):
+            tensor.src, tensor.flags = src, flags
+        self._changed = []
 
-    def split(self, a: Assignment, graph: CGraph, slot: int = 0) -> Iterator[Event]:
-        """Cut the graph for an assignment; `slot` is the copy in use. Yields what it does as it does it."""
-        self.undo()
+    # ---- deciding
+
+    def split(self, a: Assignment, graph: CGraph, slot: int = 0) -> Iterator[Step]:
+        """Cut the graph for an assignment; `slot` is the copy in use. Yields each step as it makes it."""
         self._begin(slot)
         index = {node: i for i, node in enumerate(graph.nodes)}
         nodes = computed(graph.nodes)
-        first = a.of[nodes[0]] if nodes else 0
-        current = self._open(first, 0)
-        yield "split", current, "the first node"
+        if nodes:
+            self._first = a.of[nodes[0]]
+        current = self._open(self._first, 0)
+        yield "split", current, current.backend, "the first node"
         for node in nodes:
             b = a.of[node]
-            cause = "" if b == current.backend else "the next node runs on another backend"
-            cause = cause or self._why_cut(a, current, node)
+            cause = "the next node runs on another backend" if b != current.backend else self._why_cut(a, current, node)
             if cause:
                 current.last = index[node]
                 current = self._open(b, index[node])
-                yield "split", current, cause
+                yield "split", current, b, cause
             for j, source in enumerate(node.src):
-                if source is not None:
+                if source is not None and (a.of[source] != b or self.n_copies > 1):
                     yield from self._read(a, current, node, j, source)
+            if node.view_src is not None and self._copied and not self.quirks:
+                for key in self._copied.pop(node.view_src, ()):
+                    del self.copies[key]
         current.last = len(graph.nodes)
         for split in self.splits:
             split.nodes = graph.nodes[split.first : split.last]
 
     def _open(self, backend: int, first: int) -> Split:
-        self._uid += 1
-        self.splits.append(Split(backend, first, first, uid=self._uid))
+        self.splits.append(Split(backend, first, first))
         if len(self._capacity) < len(self.splits):
             self._capacity.append(SPLIT_INPUTS)
         return self.splits[-1]
@@ -148,69 +171,75 @@ class Splitter:
                 return f"its list of {len(split.inputs)} inputs is full"
         return ""
 
-    def _read(self, a: Assignment, split: Split, node: Tensor, j: int, source: Tensor) -> Iterator[Event]:
+    def _read(self, a: Assignment, split: Split, node: Tensor, j: int, source: Tensor) -> Iterator[Step]:
         """Let `node` read its source j: as it is, or through a copy on the split's backend."""
-        home = a.of[source]
+        home, b = a.of[source], split.backend
         if self.n_copies > 1 and int(source.flags) & int(Flag.INPUT) and (source, home) not in self.copies:
-            yield from self._rotate(a, source, home)
-        if home == split.backend or a.reads(split.backend, source):
+            yield self._rotate(a, source, home)
+        if home == b or a.reads(b, source):
             return
-        if (source, split.backend) not in self.copies:
-            self.copies[source, split.backend] = [self._duplicate(source, split.backend, c) for c in range(self.n_copies)]
-            for copy in self.copies[source, split.backend]:
-                a.decide("pass5", copy, split.backend, "4.cpy")
-                yield "copy", source, copy
+        copies = self.copies.get((source, b))
+        if copies is None:
+            copies = self.copies[source, b] = [self._duplicate(source, b, c) for c in range(self.n_copies)]
+            self._copied.setdefault(source.root(), []).append((source, b))
+            yield self._made(a, source, b, copies)
             split.inputs.append(source)
+            split.copies.append(copies)
             if len(split.inputs) > self._capacity[len(self.splits) - 1]:
                 self._capacity[len(self.splits) - 1] *= 2
-            yield "input", split, source
-        copy = self.copy_of(source, split.backend, self.slot)
-        self.rewrites.append(Rewrite(node, j, source, copy))
-        _set_source(node, j, copy)
-        yield "rewrite", node, j
+            yield "input", source, b, split
+        self.rewrites.append(Rewrite(node, j, source, copies[self.slot]))
+        yield "rewrite", node, j, copies[self.slot]
 
-    def _rotate(self, a: Assignment, source: Tensor, home: int) -> Iterator[Event]:
+    def _rotate(self, a: Assignment, source: Tensor, home: int) -> Step:
         """With several slots an input of the user exists once per slot; the original serves as the one in use."""
         made = [source if c == self.slot else self._duplicate(source, home, c) for c in range(self.n_copies)]
         self.copies[source, home] = made
         self.graph_inputs.append(source)
-        for copy in made:
-            copy.flags |= Flag.INPUT | Flag.OUTPUT  # kept for the whole run
-            a.decide("pass5", copy, home, "4.cpy")  # the original too: it is one of the copies now
-            yield "copy", source, copy
+        return self._made(a, source, home, made)
+
+    @staticmethod
+    def _made(a: Assignment, source: Tensor, backend: int, copies: list[Tensor]) -> Step:
+        for copy in copies:
+            a.decide("pass5", copy, backend, "4.cpy")
+        return "copy", source, backend, copies
 
     def _duplicate(self, source: Tensor, backend: int, slot: int) -> Tensor:
         copy = Tensor(source.dtype, source.ne, source.nb).named(f"{self.backends[backend].name}#{source.name}#{slot}")
         if self.n_copies > 1:
-            copy.flags |= Flag.INPUT | Flag.OUTPUT
+            copy.flags |= KEPT
         return copy
 
-    def graph_copy(self, a: Assignment, graph: CGraph) -> GraphCopy:
-        """The order that the allocator sees: per split its inputs, each with a mark that keeps the original, then its nodes."""
+    # ---- what the allocator sees
+
+    def graph_copy(self, a: Assignment, graph: CGraph, kept: dict[Tensor, list[Tensor]] | None = None) -> GraphCopy:
+        """Per split its inputs, each with a mark that keeps the original, then its nodes. `kept`: tensors whose memory must not
+        be given away before the node that is the key; a backend may ask for that."""
         out = GraphCopy()
         for split in self.splits:
-            for tensor in split.inputs:
-                out.add_node(_keeper(tensor), a.of[tensor])
-                out.add_node(self.copy_of(tensor, split.backend, self.slot), split.backend)
+            for tensor, copies in zip(split.inputs, split.copies, strict=True):
+                out.add_node(_keeper([tensor]), a.of[tensor])
+                out.add_node(copies[self.slot], split.backend)
+            if not kept:
+                out.nodes += split.nodes
+                out.node_ids += map(a.of.__getitem__, split.nodes)
+                continue
             for node in split.nodes:
                 out.add_node(node, a.of[node])
+                tensors = kept.get(node, [])
+                for i in range(0, len(tensors), MAX_SRC):
+                    out.add_node(_keeper(tensors[i : i + MAX_SRC]), split.backend)
         if self.n_copies > 1:  # all slots are leafs, so that each has its place before anything runs
-            for tensor in self.graph_inputs:
-                for copy in self.copies[tensor, a.of[tensor]]:
-                    out.add_leaf(copy, a.of[tensor])
-            for split in self.splits:
-                for tensor in split.inputs:
-                    for copy in self.copies[tensor, split.backend]:
-                        out.add_leaf(copy, split.backend)
+            rotated = [(a.of[t], self.copies[t, a.of[t]]) for t in self.graph_inputs]
+            for b, copies in (*rotated, *((s.backend, c) for s in self.splits for c in s.copies)):
+                for copy in copies:
+                    out.add_leaf(copy, b)
         for leaf in graph.leafs:
             out.add_leaf(leaf, a.of.get(leaf, -1))
         return out
 
 
-def _keeper(tensor: Tensor) -> Tensor:
-    """A view that has no op but a source: it uses `tensor` at this place, so its memory is not given away before."""
-    return Tensor(tensor.dtype, tensor.ne, tensor.nb, src=(tensor,), view_src=tensor, name=f"{tensor.name} (view)")
-
-
-def _set_source(node: Tensor, j: int, source: Tensor) -> None:
-    node.src = (*node.src[:j], source, *node.src[j + 1 :])
+def _keeper(tensors: list[Tensor]) -> Tensor:
+    """A view that has no op but sources: it uses `tensors` at this place, so their memory is not given away before."""
+    t = tensors[0]
+    return Tensor(t.dtype, t.ne, t.nb, src=(*tensors,), view_src=t).named(f"{t.name} (view)")

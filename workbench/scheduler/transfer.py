@@ -24,14 +24,19 @@ PADDING = 512
 
 
 class Route(Protocol):
-    """What a transfer may ask the runtime: where a tensor lives, and its copy for the split that is about to run."""
+    """What a transfer may ask the runtime. slot: which of a split's copies is in use."""
+
+    @property
+    def slot(self) -> int:
+        """The pipeline slot of this run."""
+        ...
 
     def backend_of(self, tensor: Tensor) -> Backend:
         """The backend that computed or holds a tensor."""
         ...
 
-    def copy_for(self, tensor: Tensor, split: Split) -> Tensor | None:
-        """The copy that the split reads instead of `tensor`, or None."""
+    def may_be_partial(self, copy: Tensor) -> bool:
+        """Whether nothing but the first node of its split reads this copy."""
         ...
 
 
@@ -73,9 +78,11 @@ class UsedExperts:
     def move(self, route: Route, target: Backend, split: Split, position: int) -> bool:
         """Copy the used experts of a MUL_MAT_ID that stands first in its split."""
         weight = split.inputs[position]
-        copy = route.copy_for(weight, split)
+        copy = split.copies[position][route.slot]
         node = split.nodes[0] if split.nodes else None
-        if copy is None or node is None or node.op != "MUL_MAT_ID" or node.src[0] is not copy or not _constant_on_host(weight):
+        if node is None or node.op != "MUL_MAT_ID" or node.src[0] is not copy or not _constant_on_host(weight):
+            return False
+        if not route.may_be_partial(copy):
             return False
         route.backend_of(weight).synchronize()
         ids, home = self._where_ids_are(route, target, split, position, node)
@@ -96,8 +103,8 @@ class UsedExperts:
         """The ids as the node reads them, or the original where its copy to the device is still to come."""
         ids = node.src[2]
         assert ids is not None
-        for tensor in split.inputs[position + 1 :]:
-            if route.copy_for(tensor, split) is ids:
+        for tensor, copies in zip(split.inputs[position + 1 :], split.copies[position + 1 :], strict=True):
+            if copies[route.slot] is ids:
                 return tensor, route.backend_of(tensor)
         return ids, target
 
@@ -110,7 +117,9 @@ def used_experts(ids: Tensor, home: Backend, weight: Tensor) -> list[int]:
     used = np.unique(values)
     if used[0] < 0 or used[-1] >= weight.ne[2]:
         wrong = used[0] if used[0] < 0 else used[-1]
-        raise ParameterError(f"{ids.label} names expert {wrong}", f"0 to {weight.ne[2] - 1}: {shown(weight.name)} has {weight.ne[2]} experts")
+        raise ParameterError(f"{ids.label} names expert {wrong}",
+                             f"0 to {weight.ne[2] - 1}: {shown(weight.name)} has {weight.ne[2]} experts",
+                             "write valid ids before the graph runs")  # fmt: skip
     return [int(e) for e in used]
 
 

@@ -1,0 +1,184 @@
+"""The runtime: runs splits in order, with the copies and waits between them (`ggml_backend_sched_compute_splits`).
+
+ggml's rule of waiting assumes that only one device works on a kind of memory. Where several do (`mend`), a split also waits for
+whoever shares memory with it and was asked for work since.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from workbench.devices.backend import Backend, Event, copy_tensor
+from workbench.scheduler.passes import Assignment
+from workbench.scheduler.splits import Split, Splitter
+from workbench.scheduler.transfer import EvalCallback, WeightTransfer
+from workbench.tensors.tensor import Flag, Tensor
+from workbench.trace import Trace
+
+_INPUT = int(Flag.INPUT)
+
+
+class Part:
+    """The nodes of a split, or a range of them, as a graph to compute."""
+
+    def __init__(self, nodes: list[Tensor]) -> None:
+        self.nodes = nodes
+        self._contexts = list({t.context for t in nodes if t.context is not None})
+
+    def require_open(self) -> None:
+        """Raise ContextClosed where a context was closed."""
+        for context in self._contexts:
+            context.require_open()
+
+
+class Runtime:
+    """Copies, waits and computes for the splits of one graph."""
+
+    def __init__(self, backends: list[Backend], events: list[list[Event | None]], transfer: WeightTransfer, mend: bool) -> None:
+        self.backends, self.transfer, self.mend = backends, transfer, mend
+        self.eval_callback: EvalCallback | None = None
+        self.trace: Trace | None = None
+        self.slot = 0
+        self._events = events
+        self._busy: set[int] = set()  # backends that were asked for work since they were last waited for
+        self._neighbours: list[list[int]] = [[] for _ in backends]
+        self._parts: dict[Any, Part] = {}
+        self._readers: dict[Tensor, int] = {}
+        self._of: dict[Tensor, int] = {}
+
+    def prepare(self, a: Assignment, splitter: Splitter) -> None:
+        """Get ready for another graph."""
+        self._parts, self._of, self._readers = {}, a.of, {}
+        for r in splitter.rewrites:
+            self._readers[r.copy] = self._readers.get(r.copy, 0) + 1
+        if self.mend:
+            self._neighbours = a.sharing()
+
+    # ---- what a WeightTransfer may ask
+
+    def backend_of(self, tensor: Tensor) -> Backend:
+        """The backend that computed or holds a tensor."""
+        return self.backends[self._of[tensor]]
+
+    def may_be_partial(self, copy: Tensor) -> bool:
+        """Whether nothing but the first node of its split reads this copy. ggml does not ask."""
+        return not self.mend or self._readers.get(copy) == 1
+
+    # ---- waiting
+
+    def synchronize(self) -> None:
+        """Wait for all backends."""
+        for b in self.backends:
+            b.synchronize()
+        self._busy.clear()
+
+    @contextmanager
+    def giving_up(self) -> Iterator[None]:
+        """Where anything fails inside, all backends forget what they were asked for."""
+        try:
+            yield
+        except BaseException:
+            for b in self.backends:
+                b.cancel()
+            self._busy.clear()
+            raise
+
+    def _await(self, backend: int) -> None:
+        """Let the host wait for what a backend did in this slot."""
+        event = self._events[backend][self.slot]
+        if event is not None:
+            event.synchronize()
+        else:
+            self.backends[backend].synchronize()
+
+    def _await_neighbours(self, backend: int) -> None:
+        """Wait for busy backends that work on memory which this one works on, too."""
+        for other in self._neighbours[backend]:
+            if other in self._busy:
+                self.backends[other].synchronize()
+                self._busy.discard(other)
+
+    # ---- running
+
+    def run(self, splits: list[Split]) -> bool:
+        """Run all splits; False where a callback stopped one early."""
+        if self.trace is not None:
+            self.trace.add("run", self.backends[0].buffer_type.now, slot=self.slot)
+        self.transfer.begin()
+        finished, previous = True, -1
+        for split in splits:
+            b = split.backend
+            if not split.inputs and previous not in (-1, b):
+                self._await(previous)  # memory may be used again across splits
+            self._await_neighbours(b)
+            for position in range(len(split.inputs)):
+                self._bring(split, position)
+            finished &= self._compute(split)
+            self._busy.add(b)
+            event = self._events[b][self.slot]
+            if event is not None:
+                event.record()
+            previous = b
+        return finished
+
+    def _bring(self, split: Split, position: int) -> None:
+        """Copy one input of a split to its backend."""
+        tensor, copy, target = split.inputs[position], split.copies[position][self.slot], self.backends[split.backend]
+        home = self._of[tensor]
+        source = self.backends[home]
+        self._await_neighbours(home)
+        if int(tensor.flags) & _INPUT:  # at once: the user may overwrite it as soon as we return
+            if self.mend and home in self._busy:  # … or a node has written to it
+                source.synchronize()
+            self._await(split.backend)
+            copy_tensor(tensor, copy, self.trace)
+            return
+        event = self._events[split.backend][self.slot]
+        if event is not None:
+            target.wait_event(event)  # the device must be done with the last contents of the copy
+        else:
+            target.synchronize()
+        if self.transfer.move(self, target, split, position):
+            return
+        if not target.copy_async(source, tensor, copy):
+            source.synchronize()
+            self._await(split.backend)
+            copy_tensor(tensor, copy, self.trace)
+
+    def _compute(self, split: Split) -> bool:
+        backend = self.backends[split.backend]
+        if self.eval_callback is None:
+            backend.compute_async(self._part(split.uid, split.nodes))
+            return True
+        return self._compute_observed(split, backend, self.eval_callback)
+
+    def _compute_observed(self, split: Split, backend: Backend, callback: EvalCallback) -> bool:
+        """Compute up to each node that the callback wants, show it, and go on unless it says no (this split only)."""
+        start = 0
+        for i, node in enumerate(split.nodes):
+            wanted = self._asked(callback, node, True)
+            if not wanted and i < len(split.nodes) - 1:
+                continue
+            backend.compute_async(self._part((split.uid, start, i), split.nodes[start : i + 1]))
+            backend.synchronize()
+            start = i + 1
+            if wanted and not self._asked(callback, node, False):
+                return False
+        return True
+
+    def _asked(self, callback: EvalCallback, node: Tensor, ask: bool) -> bool:
+        answer = bool(callback(node, ask))
+        if self.trace is not None:
+            now = self.backends[0].buffer_type.now
+            if ask:
+                self.trace.add("ask", now, name=node.name, wanted=answer)
+            else:
+                self.trace.add("answer", now, name=node.name, go_on=answer)
+        return answer
+
+    def _part(self, key: Any, nodes: list[Tensor]) -> Part:
+        if key not in self._parts:
+            self._parts[key] = Part(nodes)
+        return self._parts[key]
