@@ -1,8 +1,10 @@
 """Interactive views. Each is one JavaScript file over state in traits; without a kernel its stored text remains."""
 
 from workbench.widgets.base import Shown
-from workbench.widgets.controls import Question, Range
+from workbench.widgets.controls import Knobs, Question, Range
+from workbench.widgets.graph_view import GraphView
 from workbench.widgets.prompt_player import PromptPlayer
 from workbench.widgets.stepper import Stepper
+from workbench.widgets.steps import step_expand, step_memory, step_plan
 
-__all__ = ["PromptPlayer", "Question", "Range", "Shown", "Stepper"]
+__all__ = ["GraphView", "Knobs", "PromptPlayer", "Question", "Range", "Shown", "Stepper", "step_expand", "step_memory", "step_plan"]

@@ -18,26 +18,37 @@ function question({model, el}) {
   draw();
   return draw;
 }
+// One slider with a label: [its row, a function that shows limits, value and the value's name].
+function slider(label, act) {
+  const id = uid('range'), shown = h('output', {htmlFor: id}), input = h('input', {type: 'range', id, oninput: () => act(+input.value)});
+  return [h('div', {className: 'wb-row'}, h('label', {htmlFor: id}, label), input, shown), (min, max, step, names, value) => {
+    Object.assign(input, {min, max, step});
+    input.value = value;
+    shown.textContent = names[value - min] ?? String(value);
+    input.setAttribute('aria-valuetext', shown.textContent);
+  }];
+}
 function range({model, el}) {
-  const id = uid('range'), shown = h('output', {htmlFor: id});
-  const input = h('input', {type: 'range', id, oninput: () => { model.set('value', +input.value); model.save_changes(); }});
+  const change = value => { model.set('value', value); model.save_changes(); };
+  const knobs = () => model.get('kind') === 'knobs' ? model.get('knobs') : [[model.get('label'), model.get('min'), model.get('max'), model.get('names')]];
+  const sliders = knobs().map(([label], i) => slider(label, model.get('kind') !== 'knobs' ? change : value => {
+    model.set('values', model.get('values').with(i, value));
+    model.save_changes();
+  }));
   const picture = h('div', {className: 'wb-below'});
   let below = '';
   const draw = () => {
-    Object.assign(input, {min: model.get('min'), max: model.get('max'), step: model.get('step')});
-    input.value = model.get('value');
-    const name = model.get('names')[model.get('value') - model.get('min')];
-    shown.textContent = name ?? String(model.get('value'));
-    input.setAttribute('aria-valuetext', shown.textContent);
+    const values = model.get('values') ?? [model.get('value')];
+    knobs().forEach(([, min, max, names], i) => sliders[i][1](min, max, model.get('step') ?? 1, names ?? [], values[i]));
     if (below !== model.get('below')) picture.innerHTML = below = model.get('below');    // made by workbench.views, which escapes every text
   };
   el.classList.add('wb');
-  el.replaceChildren(h('div', {className: 'wb-row'}, h('label', {htmlFor: id}, model.get('label')), input, shown), picture);
+  el.replaceChildren(...sliders.map(([row]) => row), picture);
   draw();
   return draw;
 }
 export default { render({model, el, signal}) {
   keepKeys(el);
-  const draw = model.get('kind') === 'range' ? range({model, el}) : question({model, el});
-  return follow(model, model.get('kind') === 'range' ? ['value', 'below', 'min', 'max', 'names'] : ['answer'], draw, signal);
+  const asks = model.get('kind') === 'question';
+  return follow(model, asks ? ['answer'] : ['value', 'values', 'below', 'min', 'max', 'names'], asks ? question({model, el}) : range({model, el}), signal);
 } };

@@ -66,3 +66,39 @@ class Range(Shown):
     def stored_html(self) -> str:
         """Label, value, and the view below."""
         return f"<div><b>{html.escape(self.stored_text().splitlines()[0])}</b></div>{self.below}"
+
+
+class Knobs(Shown):
+    """Several labelled sliders over one view: `knobs` [[label, min, max, names]], a value for each in `values`.
+
+    `names`, one for each value from min on, replace the number beside a slider; `below` is HTML under all of them.
+    """
+
+    _esm = script("controls")
+    kind = traitlets.Unicode("knobs").tag(sync=True)
+    knobs = traitlets.List().tag(sync=True)
+    values = traitlets.List().tag(sync=True)
+    below = traitlets.Unicode("").tag(sync=True)
+
+    def drive(self, run: Callable[..., Any]) -> Knobs:
+        """Call `run(*values)` now and after every move, and show the view it returns below. Returns the knobs."""
+        def redraw(change: Any = None) -> None:
+            self._view = run(*self.values)
+            self.below = self._view.html()
+
+        redraw()
+        self.observe(redraw, names=["values"])
+        return self
+
+    def _settings(self) -> str:
+        return "; ".join(f"{label}: {shown(names[value - low] if names else value)}"
+                         for (label, low, _, names), value in zip(self.knobs, self.values))
+
+    def stored_text(self) -> str:
+        """Every label with its value, and the view below."""
+        view = getattr(self, "_view", None)
+        return self._settings() + (f"\n{view!r}" if view is not None else "")
+
+    def stored_html(self) -> str:
+        """The same as HTML."""
+        return f"<div><b>{html.escape(self._settings())}</b></div>{self.below}"
