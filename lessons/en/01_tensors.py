@@ -37,7 +37,8 @@ w = state.f16.weight("ffn_gate_exps", 2)
 facts = [("name", w.name, "for people"), ("dtype", w.dtype, "how a number is stored"),
          ("ne", w.ne, "how many elements along each dimension"),
          ("nb", w.nb, "how many bytes from one element to the next, along each dimension"),
-         ("op", w.op, "what computes it: nothing, it is a leaf"), ("src", len(w.src), "from how many tensors"),
+         ("op", w.op, "what computes it: nothing, it is a leaf"),
+         ("src", len(w.src), "from how many tensors"),
          ("view_src", w.view_src, "whose bytes it borrows: nobody's"),
          ("storage, offset", f"{w.storage.name} + {w.offset:,}", "where its bytes lie: in the file")]
 views.table(["field", "value", "meaning"], facts, "The whole tensor. Nowhere in it is a weight.")
@@ -57,7 +58,7 @@ names = [ours.get(field, field) for field in listed]
 rows = [(field, name in type(w).__slots__, hasattr(w, name)) for field, name in zip(listed, names)]
 gone = [field for field, is_field, _ in rows if not is_field]
 views.table(["listed", "is a field", "can be asked for"], rows,
-            f"n_dims is worked out from ne when asked: here {w.n_dims}, since ne[3] is 1. grad is gone altogether.")
+            f"n_dims is worked out from ne when asked: here {w.n_dims}. grad is gone altogether.")
 
 # %% tags=["reveal"]
 lesson.reveal("fields", " and ".join(gone), n_dims=w.n_dims, ne=str(w.ne))
@@ -110,7 +111,7 @@ for ne in ((4, 8), (8, 4)):
     t = ctx.new_tensor("f32", *ne)
     rows.append((f"[{ne[0]}, {ne[1]}]", t.nb[0], t.nb[1], f"{ne[0]} numbers × 4 bytes", t.nbytes))
 views.table(["ne", "nb[0]", "nb[1]", "a row is", "bytes in all"], rows,
-            "nb[1] = 32 belongs to rows of eight: the article counted the rows instead of their length.")
+            "nb[1] = 32 belongs to rows of eight: the article took the number of rows for their length.")
 
 # %% tags=["reveal"]
 t = ctx.new_tensor("f32", 4, 8)
@@ -127,7 +128,8 @@ view = grid[:, 1:4].T
 trace = views.address_steps(view)
 assert [s["marks"][0][0] * 4 for s in trace["steps"]] == [    # the walk, by the formula
     view.view_offs + i0 * view.nb[0] + i1 * view.nb[1] for i1 in range(3) for i0 in range(3)]
-widgets.Stepper(trace, "A row of the view (one colour) is a column of memory: one step along i0 is 16 bytes, not 4.")
+widgets.Stepper(
+    trace, "A row of the view (one colour) is a column of memory: a step along i0 is 16 bytes, not 4.")
 
 # %% [markdown]
 # ## 4 · Views: same bytes, other description · 9 min
@@ -144,7 +146,7 @@ turned = ops.transpose(big)
 grown = ctx.used_mem - before
 rows = [(t.name, t.ne[:2], t.nb[:2], t.offset, t.storage is big.storage) for t in (big, turned)]
 views.table(["tensor", "ne", "nb", "offset", "same storage"], rows,
-            f"Transposing exchanged two pairs of numbers. The arena grew by {grown} bytes: one more description.")
+            f"Two pairs of numbers were exchanged. The arena grew by {grown} bytes: one description.")
 
 # %% tags=["reveal"]
 big = ctx.new_tensor("f32", 512, 512)
@@ -171,18 +173,25 @@ print(grid.numpy().astype(int))
 
 # %%
 cube = ctx.from_numpy(np.arange(24, dtype=np.float32).reshape(2, 3, 4), name="cube")
-names = ["cube", "transpose", "permute(0, 2, 1, 3)", "rows [:, 1:]", "columns [:, :, 1:3]", "every other [:, :, ::2]", "reshape(12, 2)"]
-makers = [lambda: cube, lambda: cube.T, lambda: ops.permute(cube, 0, 2, 1, 3), lambda: cube[:, 1:],
-          lambda: cube[:, :, 1:3], lambda: cube[:, :, ::2], lambda: cube.reshape(12, 2)]
-kept = {}
+make = {"cube": lambda: cube, "transpose": lambda: cube.T,
+        "permute(0, 2, 1, 3)": lambda: ops.permute(cube, 0, 2, 1, 3),
+        "rows [:, 1:]": lambda: cube[:, 1:], "columns [:, :, 1:3]": lambda: cube[:, :, 1:3],
+        "every other [:, :, ::2]": lambda: cube[:, :, ::2], "reshape(12, 2)": lambda: cube.reshape(12, 2)}
+names, kept = list(make), {}
 
+# %% [markdown]
+# What the slider shows is a function like any other: it makes the view, describes it, and keeps the last run as A.
+
+# %%
 def what_if(i):
-    now = makers[i]()
-    last, kept["last"] = kept.get("last", (names[i], now)), (names[i], now)
-    rows = [(run, name, t.ne[:3], t.nb[:3], t.is_contiguous, t.offset - cube.offset, t.storage is cube.storage)
-            for run, (name, t) in (("A", last), ("B", kept["last"]))]
-    facts = views.table(["", "view", "ne", "nb", "contiguous", "offset", "same storage"], rows, "The last run stays as A.")
-    return views.Stack(facts, views.MemoryMap(views.address_steps(now), f"B: {names[i]}. White cells are not part of it."))
+    now = (names[i], make[names[i]]())
+    last, kept["last"] = kept.get("last", now), now
+    rows = [(run, name, t.ne[:3], t.nb[:3], t.is_contiguous, t.offset - cube.offset)
+            for run, (name, t) in (("A", last), ("B", now))]
+    assert all(t.storage is cube.storage for _, t in (last, now))       # nobody copied anything
+    facts = views.table(["", "view", "ne", "nb", "contiguous", "offset"], rows, "The run before is A.")
+    seen = views.MemoryMap(views.address_steps(now[1]), f"B: {names[i]}. Plain cells are not in it.")
+    return views.Stack(facts, seen)
 
 _ = what_if(0)
 widgets.Range(value=1, max=len(names) - 1, label="view of the cube", names=names).drive(what_if)
@@ -196,7 +205,8 @@ lesson.predict("contiguous")
 # %% tags=["reveal"]
 grid = ctx.from_numpy(np.zeros((6, 8), np.float32))
 views_of = {"rows": grid[2:4], "columns": grid[:, 2:4], "transposed": grid.T, "half": grid[::2]}
-lesson.reveal("contiguous", next(name for name, t in views_of.items() if t.is_contiguous), nb=str(grid[2:4].nb))
+contiguous = [name for name, t in views_of.items() if t.is_contiguous]
+lesson.reveal("contiguous", " and ".join(contiguous), nb=str(grid[2:4].nb))
 
 # %% [markdown]
 # Some operations insist on contiguity, and say so. `ops.cont` then makes the copy that the transpose did not make. It is a *node*:
@@ -210,7 +220,7 @@ except wb.errors.ShapeError as error:
     print(error, "\n")
 copy = ops.cont(grid.T)
 wb.compute(wb.build(copy))
-print("nb", grid.T.nb[:2], "->", copy.nb[:2], "  first column of grid, now a row:", copy.numpy()[0].tolist())
+print("nb", grid.T.nb[:2], "->", copy.nb[:2], "  first row:", copy.numpy()[0].tolist())
 
 # %% [markdown]
 # ## 5 · Blocks: less than a byte for a number · 9 min
@@ -222,7 +232,8 @@ print("nb", grid.T.nb[:2], "->", copy.nb[:2], "  first column of grid, now a row
 lesson.predict("q4")
 
 # %%
-rows = [(t.name, t.block, t.block_bytes, t.bits) for t in map(wb.dtype, ("f32", "f16", "q8_0", "q4_0", "q4_K"))]
+kinds = [wb.dtype(name) for name in ("f32", "f16", "q8_0", "q4_0", "q4_K")]
+rows = [(t.name, t.block, t.block_bytes, t.bits) for t in kinds]
 views.table(["type", "numbers per block", "bytes per block", "bits per number"], rows,
             "Bits per number = 8 × bytes / numbers: the scale is paid by everyone in the block.")
 
@@ -233,35 +244,40 @@ lesson.reveal("q4", q4_0.row_bytes(32), bits=q4_0.bits)
 # %%
 blocks = {
     "q8_0": [("d: scale, f16", 2), ("32 codes, int8", 32)],
-    "q4_0": [("d: scale, f16", 2), ("32 codes of 4 bits: number i in the lower half of byte i, number i + 16 in the upper", 16)]}
+    "q4_0": [("d: scale, f16", 2),
+             ("32 codes of 4 bits: number i in the lower half of byte i, i + 16 in the upper", 16)]}
 assert all(sum(n for _, n in parts) == wb.dtype(name).block_bytes for name, parts in blocks.items())
 views.byte_map(
-    blocks, "A block of 32 numbers. q8_0: x = d · code. q4_0: x = d · (code − 8), since four bits hold 0 to 15.")
+    blocks, "32 numbers each. q8_0: x = d · code. q4_0: x = d · (code − 8): four bits hold 0 to 15.")
 
 # %% [markdown]
 # Decode one by hand: the first block of an attention weight, as it lies in the model's file. `raw_rows()` gives the stored bytes,
-# `numpy()` what the library makes of them.
+# `numpy()` what the library makes of them. Note nb[0]: in a quantised tensor it is the size of a *block*. A single number in there
+# has no address of its own.
 
 # %%
 w = state.q8_0.weight("attn_q", 2)
-block = w.raw_rows()[0, 0, 0, :34]           # 34 bytes: page, line and row 0
+block = w.raw_rows()[0, 0, 0, :w.nb[0]]      # the first nb[0] = 34 bytes of the first row
 d = block[:2].view("<f2").astype(np.float32)
 codes = block[2:].view(np.int8)
 by_hand = d * codes
 library = w.numpy()[0, :32]
 assert (by_hand == library).all()            # equal to the last bit
 rows = [(i, int(codes[i]), float(by_hand[i]), float(library[i])) for i in (0, 1, 2, 31)]
-views.table(["number", "code", "by hand", "library"], rows, f"d = {d[0]:.6f}: 34 bytes became 32 numbers.")
+views.table(["number", "code", "by hand", "library"], rows,
+            f"d = {d[0]:.6f}. 34 bytes became 32 numbers.")
 
 # %% [markdown]
 # The *K* types put two storeys of scales into blocks of 256. A `q4_K` block has eight groups of 32; each has a scale and a minimum of
 # six bits, and these are themselves multiples of d and dmin. Here is a block of invented bytes, and its first two groups by hand.
 
 # %%
-parts = [("d, f16", 2), ("dmin, f16", 2), ("8 scales and 8 minima, 6 bits each", 12), ("256 codes of 4 bits", 128)]
+parts = [("d, f16", 2), ("dmin, f16", 2),
+         ("8 scales and 8 minima, 6 bits each", 12), ("256 codes of 4 bits", 128)]
 assert sum(n for _, n in parts) == wb.dtype("q4_K").block_bytes
 views.byte_map(
-    {"q4_K": parts}, "144 bytes for 256 numbers: 4.5 bits each, like q4_0, but x = d · scale · code − dmin · min fits the numbers better.")
+    {"q4_K": parts}, "144 bytes for 256 numbers: 4.5 bits each, like q4_0. "
+    "But x = d · scale · code − dmin · min follows the numbers more closely.")
 
 # %%
 block = np.random.default_rng(1).integers(0, 256, 144, np.uint8)
@@ -274,7 +290,8 @@ by_hand = [d * scale[0] * low - dmin * least[0], d * scale[1] * high - dmin * le
 t = ctx.new_tensor("q4_K", 256)
 t.raw_rows()[...] = block
 assert np.allclose(by_hand, t.numpy()[:64].reshape(2, 32), atol=1e-6)
-print("group 1, by hand:", [f"{x:.3f}" for x in by_hand[1][:4]], " library:", [f"{x:.3f}" for x in t.numpy()[32:36]])
+print("group 1, by hand:", [f"{x:.3f}" for x in by_hand[1][:4]])
+print("group 1, library:", [f"{x:.3f}" for x in t.numpy()[32:36]])
 
 # %% [markdown]
 # What does it cost in truth? One row of a real weight, stored in several types and read back. And a row that is no whole number of
@@ -301,15 +318,17 @@ views.table(["type", "bytes", "bits per number", "worst error / largest number"]
 # %%
 rows = []
 for name, model in state.models.items():
-    formula = sum(t.n_rows * (t.ne[0] // t.dtype.block) * t.dtype.block_bytes for t in model.weights.values())
-    rows.append((f"tiny-mixtral {name}, bytes: formula, in the file", formula, sum(i.nbytes for i in model.file.tensors.values())))
+    formula = sum(t.n_rows * (t.ne[0] // t.dtype.block) * t.dtype.block_bytes
+                  for t in model.weights.values())
+    rows.append((f"tiny-mixtral {name}, bytes: formula, counted", formula, model.nbytes))
 matrices, norms = 8_030_261_248 - 65 * 4096, 65 * 4096         # norms stay in f32
 size = matrices * 34 // 32 + norms * 4
 bits = 8 * size / (matrices + norms)
 rows += [("Llama 3.1 8B Q8_0, bits per weight: formula, published", bits, 8.5008),
          ("Llama 3.1 8B Q8_0, GiB: formula, published", size / 2**30, 7.95)]
 assert all(abs(a / b - 1) < 1e-3 for _, a, b in rows)
-views.side_by_side(rows, ("formula", "found"), f"Rows × blocks per row × bytes per block, summed: {bits:.4f} bits by formula.")
+views.side_by_side(rows, ("formula", "found"),
+                   f"Rows × blocks per row × bytes per block, summed: {bits:.4f} bits by formula.")
 
 # %% [markdown]
 # ## 6 · Your turn · 6 min
@@ -336,7 +355,8 @@ def packed_bytes(ne, block, block_bytes):
 
 # %% tags=["check"]
 on, expected, steps = [], [], []
-for kind, ne in (("f32", (4, 8)), ("f16", (128, 160, 8)), ("q4_0", (128, 160, 8)), ("q4_K", (256, 2, 3, 2))):
+for kind, ne in (("f32", (4, 8)), ("f16", (128, 160, 8)),
+                 ("q4_0", (128, 160, 8)), ("q4_K", (256, 2, 3, 2))):
     t = ctx.new_tensor(kind, *ne)
     on.append((t.ne, t.dtype.block, t.dtype.block_bytes))
     expected.append(t.nbytes)
@@ -401,7 +421,8 @@ def decode_q4_0(block):
 w = state.q4_0.weight("ffn_gate_exps", 2)
 blocks = [w.raw_rows()[0, 0, r, 18 * b:18 * b + 18].copy() for r in range(3) for b in range(4)]
 expected = w.numpy()[0, :3].reshape(-1, 32)
-lesson.check("decode", decode_q4_0, expected, [(b,) for b in blocks], [f"block {i}" for i in range(12)])
+steps = [f"block {i}" for i in range(12)]
+lesson.check("decode", decode_q4_0, expected, [(b,) for b in blocks], steps)
 
 # %% [markdown]
 # ## 7 · What is what, and what comes next · 2 min

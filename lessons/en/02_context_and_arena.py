@@ -45,9 +45,11 @@ lesson.predict("cost")
 # %%
 ctx = wb.Context(mem_size=4096, name="first")
 x = ctx.new_tensor("f32", 8, name="x")
-parts = [("header of the object", 32), ("description: type, ne, nb, op, src, name, …", 336), ("data: 8 × 4", 32)]
+parts = [("header of the object", 32), ("description: type, ne, nb, op, src, name, …", 336),
+         ("data: 8 × 4", 32)]
 assert sum(size for _, size in parts) == ctx.used_mem
-views.table(["part", "bytes"], [*parts, ("in use", ctx.used_mem)], "A small tensor is nearly all description.")
+views.table(["part", "bytes"], [*parts, ("in use", ctx.used_mem)],
+            "A small tensor is nearly all description.")
 
 # %% tags=["reveal"]
 ctx = wb.Context(mem_size=4096)
@@ -72,8 +74,9 @@ halves = x.reshape(4, 2).named("halves")
 y = (w @ x).named("y")
 graph = wb.CGraph(ctx, size=8, name="graph")
 trace = views.arena_steps(ctx)
-assert [ctx.objects[i].offset + ctx.objects[i].size + 32 for i in range(5)] == [o.offset for o in ctx.objects[1:]]  # no gaps
-widgets.Stepper(trace, "Objects lie one behind the other in the order in which they were made; the view has no data of its own.")
+assert all(b.offset == a.offset + a.size + 32 for a, b in zip(ctx.objects, ctx.objects[1:]))   # no gaps
+widgets.Stepper(trace, "One behind the other, in the order of making: pale is overhead, strong is data. "
+                "The view halves has no data of its own.")
 
 # %% [markdown]
 # Two things may surprise. `y` already has its 16 bytes although nothing was computed: calling an operation lays out its result. And the
@@ -108,8 +111,9 @@ rows = [("network, 10 tensors: 10 × 368 + data, used_mem", 10 * 368 + data, ctx
         ("network and graph, used_mem", 10 * 368 + data + lists, ctx.used_mem),
         ("63 weights of tiny-mixtral: 63 × 368, used_mem", 63 * 368, weights.used_mem)]
 assert all(a == b for _, a, b in rows)
-views.side_by_side(rows, ("formula", "used_mem"), f"16 MiB would be {2**24 // ctx.used_mem} times too much, "
-                   f"and {weights.used_mem:,} bytes describe weights of {state.model.nbytes:,}.")
+views.side_by_side(
+    rows, ("formula", "used_mem"), f"16 MiB would be {2**24 // ctx.used_mem} times what is needed. "
+    f"{weights.used_mem:,} bytes describe {state.model.nbytes:,} bytes of weights.")
 
 # %% [markdown]
 # And if it is too small?
@@ -165,12 +169,13 @@ def what_if(i):
         mlp(ctx, hidden)
     now = (hidden, full.used_mem, bare.used_mem, f"{bare.used_mem / full.used_mem:.2%}")
     last, kept["last"] = kept.get("last", now), now
-    return views.table(["", "hidden width", "used with data", "used with no_alloc", "share of descriptions"],
-                       [("A", *last), ("B", *now)], "Descriptions cost the same for any width. The last run stays as A.")
+    return views.table(
+        ["", "hidden width", "used with data", "used with no_alloc", "share of descriptions"],
+        [("A", *last), ("B", *now)], "Descriptions cost the same for any width. The run before is A.")
 
 widths = [8, 32, 128, 512, 2048, 8192]
 _ = what_if(1)
-widgets.Range(value=4, max=len(widths) - 1, label="hidden width", names=[f"{w:,}" for w in widths]).drive(what_if)
+widgets.Range(value=4, max=5, label="hidden width", names=[f"{w:,}" for w in widths]).drive(what_if)
 
 # %% [markdown]
 # Now the trap. Make the network in a `no_alloc` context and go on as if nothing were different. Which line is the first to fail?
@@ -179,23 +184,22 @@ widgets.Range(value=4, max=len(widths) - 1, label="hidden width", names=[f"{w:,}
 lesson.predict("no_alloc")
 
 # %%
-rows, first = [], "nothing"
-ctx = wb.Context(no_alloc=True, name="promises")
-steps = {"making the tensors": lambda: mlp(ctx), "building the graph": lambda: wb.build(made["making the tensors"]),
-         "printing the graph": lambda: made["building the graph"].table(), "computing": lambda: wb.compute(made["building the graph"])}
-made = {}
-for step, run in steps.items():
-    try:
-        made[step] = run()
-        rows.append((step, "works", ""))
-    except wb.errors.NoDataError as error:
-        rows.append((step, "fails", error.found))
-        first = step
-        print(error)
-views.table(["step", "", "message"], rows, "Three steps look like success: a description needs no data to be made, ordered or printed.")
+ctx, first = wb.Context(no_alloc=True, name="promises"), "nothing"
+try:
+    step = "making the tensors"
+    out = mlp(ctx)
+    step = "building the graph"
+    graph = wb.build(out)
+    step = "printing the graph"
+    print(graph.table())
+    step = "computing"
+    wb.compute(graph)
+except wb.errors.NoDataError as error:
+    first = step
+    print(f"\n{step}: {error}")
 
 # %% tags=["reveal"]
-lesson.reveal("no_alloc", first, leaf=made["building the graph"].leafs[0].name)
+lesson.reveal("no_alloc", first, leaf=graph.leafs[0].name)
 
 # %% [markdown]
 # In C there is no such message: `data` is a null pointer, and the run either ends the process or, worse, goes on and gives numbers. The
@@ -265,7 +269,8 @@ def three_contexts():
 weights, y, graph = three_contexts()
 wb.compute(graph)
 rows = [(t.name, t.context.name, t.context.used_mem) for t in (*graph.leafs, *graph.nodes)]
-views.table(["tensor", "context", "its bytes in use"], rows, f"One graph over three contexts gives {y.numpy().tolist()}.")
+views.table(["tensor", "context", "its bytes in use"], rows,
+            f"One graph over three contexts gives {y.numpy().tolist()}.")
 
 # %% tags=["reveal"]
 weights, y, graph = three_contexts()
@@ -300,7 +305,7 @@ for t in (*graph.leafs, *graph.nodes):
     groups.setdefault(t.context.name, []).append(t)
 rows = [(name, len(ts), sum(not t.is_view for t in ts), ts[0].name) for name, ts in groups.items()]
 views.table(["context", "tensors of one decode graph", "not views", "for example"], rows,
-            f"{len(graph.leafs)} leafs and {len(graph.nodes)} nodes of a real graph, from {len(rows)} contexts.")
+            f"{len(graph.leafs)} leafs and {len(graph.nodes)} nodes, from {len(rows)} contexts.")
 
 # %% [markdown]
 # ## 6 · Reset, and memory from outside · 4 min
@@ -322,7 +327,7 @@ try:
     old.numpy()
 except wb.errors.ContextClosed as error:
     print(error)
-views.table(["token", "without reset", "with reset"], rows, "One grows with every token; the other stays where it was.")
+views.table(["token", "without reset", "with reset"], rows, "One arena grows with every token.")
 
 # %% [markdown]
 # And the memory can be yours: a bytearray, an mmap, a NumPy array. The arena takes no other, and what it writes is there.
@@ -424,8 +429,8 @@ lesson.check("offsets", offsets, expected, on, [f"arena of {m:,}, data {s}" for 
 # asked:
 
 # %%
-rows = [(i, " · ".join(f"{what} {' '.join(more)}" for what, *more in p)) for i, p in enumerate(state.programs)]
-views.table(["", "program"], rows, "Letters in capitals are contexts. Counting starts at 0, for steps too.")
+rows = [(i, " · ".join(" ".join(step) for step in p)) for i, p in enumerate(state.programs)]
+views.table(["", "program"], rows, "Capitals are contexts. Counting starts at 0, for steps too.")
 
 # %% tags=["exercise", "tier-3"]
 def first_fault(program):

@@ -2,8 +2,8 @@
 
 The steps are those of the stepper with `kind="memory"`: a dictionary
 `{"title", "kind", "unit", "per_row", "cells": [text], "legend", "steps": [{"label", "sentence", "change", "marks":
-[[cell, text, note, look]], "table"}]}`. A cell stands for `unit` bytes. What a step marks stays until a later step marks the
-same cell; look -1 wipes it. The browser draws the same dictionary; neither reads beyond step k.
+[[cell, text, note, look, pale]], "table"}]}`. A cell stands for `unit` bytes. What a step marks stays until a later step marks
+the same cell; look -1 wipes it, `pale` lightens it. The browser draws the same dictionary; neither reads beyond step k.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from workbench.errors import ParameterError, shown
 from workbench.tensors import Context, Tensor
 from workbench.tensors.context import ALIGNMENT, OBJECT_BYTES, TENSOR_BYTES
 from workbench.views.figures import Picture, new_figure, picture
-from workbench.views.palette import style
+from workbench.views.palette import lighter, style
 from workbench.views.tables import text
 
 MOST = 256  # steps and cells beyond this would teach nothing
@@ -60,7 +60,7 @@ def address_steps(tensor: Tensor) -> dict[str, Any]:
         steps.append({
             "label": index, "cause": cause, "change": cause != "along",
             "sentence": WALK_CAUSES[cause].format(to=address, by=address - before, d=grown) + f" There lies {value}.",
-            "marks": [[address // unit, value, index.replace(" ", ""), i[1] % 8]],
+            "marks": [[address // unit, value, index.replace(" ", ""), i[1] % 8, False]],
             "table": [*([f"i{d}", str(i[d]), f"× nb[{d}] = {tensor.nb[d]}", str(i[d] * tensor.nb[d])] for d in range(used)),
                       ["", "", "offset", str(tensor.view_offs)], ["", "", "address", str(address)]],
         })  # fmt: skip
@@ -74,7 +74,7 @@ def address_steps(tensor: Tensor) -> dict[str, Any]:
 def arena_steps(context: Context, per_row: int = 16) -> dict[str, Any]:
     """The stepper's trace of the objects of a context, in the order in which they were laid out; a cell is 16 bytes.
 
-    Letters: H header, T description of a tensor, D data (d where padding follows in the same cell), G graph.
+    Letters: H header, T description of a tensor, D data (d where padding follows in the same cell), G graph. Overhead is pale.
     """
     tensors, steps, rows = iter(context.tensors), list[dict[str, Any]](), list[list[str]]()
     if context.mem_size > 4 * MOST * ALIGNMENT:
@@ -93,8 +93,8 @@ def arena_steps(context: Context, per_row: int = 16) -> dict[str, Any]:
         end = f" {padding} bytes of padding end it, since objects start at multiples of {ALIGNMENT}." if padding else ""
         steps.append({
             "label": name, "cause": cause, "change": True, "sentence": ARENA_CAUSES[cause].format(**facts) + end,
-            "marks": [[first + i, letter, "", n % 8] for i, letter in enumerate(letters)],
-            "table": [list(r) for r in rows] + [["in use", "", "", "", f"{thing.offset + thing.size:,} of {context.mem_size:,}"]],
+            "marks": [[first + i, letter, "", n % 8, letter not in "Dd"] for i, letter in enumerate(letters)],
+            "table": [list(r) for r in rows] + [["(free)", f"{thing.offset + thing.size:,}", "", "", f"{context.mem_size - thing.offset - thing.size:,}"]],
         })  # fmt: skip
     return {"title": f"Arena ‘{shown(context.name)}’ of {context.mem_size:,} bytes", "kind": "memory", "unit": ALIGNMENT, "per_row": per_row,
             "cells": [""] * (context.mem_size // ALIGNMENT), "steps": steps, "legend": [[n % 8, r[0]] for n, r in enumerate(rows)],
@@ -110,12 +110,12 @@ def _content(t: Tensor | None, size: int) -> tuple[int, str]:
     return data, letters.ljust(2 + size // ALIGNMENT, "p")
 
 
-def memory_state(trace: Mapping[str, Any], k: int) -> Iterator[tuple[int, str, str, int, bool]]:
-    """The cells of a memory trace after step `k`: (cell, text, note, look or -1, marked by this very step?)."""
-    cells = {i: (words, "", -1) for i, words in enumerate(trace["cells"])}
+def memory_state(trace: Mapping[str, Any], k: int) -> Iterator[tuple[int, str, str, int, bool, bool]]:
+    """The cells of a memory trace after step `k`: (cell, text, note, look or -1, pale?, marked by this very step?)."""
+    cells = {i: (words, "", -1, False) for i, words in enumerate(trace["cells"])}
     for step in trace["steps"][: k + 1]:
-        for cell, words, note, look in step["marks"]:
-            cells[cell] = (words, note, look) if look >= 0 else (trace["cells"][cell], "", -1)
+        for cell, *mark in step["marks"]:
+            cells[cell] = tuple(mark) if mark[2] >= 0 else (trace["cells"][cell], "", -1, False)
     now = {mark[0] for mark in trace["steps"][k]["marks"]}
     return ((i, *cells[i], i in now) for i in sorted(cells))
 
@@ -131,12 +131,12 @@ def memory_picture(trace: Mapping[str, Any], caption: str, k: int | None = None)
     axes = figure.add_axes((0, 0, 1, 1), xlim=(-0.7, width - 0.7), ylim=(h * tall + 0.42, -0.13))
     axes.set_axis_off()
     outlined = []
-    for i, words, note, look, now in memory_state(trace, k):
+    for i, words, note, look, pale, now in memory_state(trace, k):
         x, y = i % wide * w, i // wide * h
-        fill, ink = (style(look).fill, style(look).ink) if look >= 0 else ("#ffffff", "#555555")
+        fill, ink = ("#ffffff", "#555555") if look < 0 else (lighter(style(look).fill), "#333333") if pale else (style(look).fill, style(look).ink)
         axes.add_patch(Rectangle((x, y), w * 0.96, h * 0.93, fc=fill, ec="#999999", lw=0.6))
         axes.text(x + w * 0.48, y + h * (0.34 if note else 0.48), words, ha="center", va="center", size=8 if notes else 6.5, color=ink,
-                  weight="bold" if words in "HDd" else "normal")  # fmt: skip
+                  weight="normal" if pale or look < 0 else "bold")  # fmt: skip
         axes.text(x + w * 0.48, y + h * 0.72, note, ha="center", va="center", size=5.8, color=ink)
         outlined += [(x, y)] if now and k < len(trace["steps"]) - 1 else []
     for x, y in outlined:
@@ -157,7 +157,7 @@ def _legend(axes: Any, entries: Sequence[tuple[int, str]], y: float, width: floa
 
 def _alt(trace: Mapping[str, Any], k: int) -> str:
     runs: list[list[Any]] = []  # cells of the same look that lie side by side
-    for i, _, _, look, _ in memory_state(trace, k):
+    for i, _, _, look, _, _ in memory_state(trace, k):
         if runs and runs[-1][2] == look and runs[-1][1] == i:
             runs[-1][1] = i + 1
         else:
@@ -178,7 +178,7 @@ class MemoryMap:
     def html(self) -> str:
         """A table with the address of each row at its left; every text escaped."""
         wide, unit, rows = self.trace["per_row"], self.trace["unit"], list[str]()
-        for i, words, note, look, _ in memory_state(self.trace, self.k):
+        for i, words, note, look, _, _ in memory_state(self.trace, self.k):
             colours = f"background:{style(look).fill};color:{style(look).ink};" if look >= 0 else ""
             small = f"<br><small>{html.escape(note)}</small>" if note else ""
             cell = f'<td style="{colours}text-align:center;min-width:3em;line-height:1.2">{html.escape(words)}{small}</td>'
@@ -192,7 +192,7 @@ class MemoryMap:
 
     def __repr__(self) -> str:
         wide, unit = self.trace["per_row"], self.trace["unit"]
-        cells = [f"{words} ({note})" if note else words for _, words, note, _, _ in memory_state(self.trace, self.k)]
+        cells = [f"{words} ({note})" if note else words for _, words, note, *_ in memory_state(self.trace, self.k)]
         most = max(map(len, cells))
         lines = [f"{i * unit:>6}  " + "  ".join(c.ljust(most) for c in cells[i : i + wide]).rstrip() for i in range(0, len(cells), wide)]
         return "\n".join([*lines, self.caption])

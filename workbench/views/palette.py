@@ -26,6 +26,11 @@ def style(index: int) -> Style:
     return Style(fill, ink_on(fill), HATCHES[index // len(OKABE_ITO) % len(HATCHES)])
 
 
+def lighter(fill: str, share: float = 0.35) -> str:
+    """`fill` mixed with white, for what belongs to a category but matters less."""
+    return "#" + "".join(f"{round(255 + share * (int(fill[i : i + 2], 16) - 255)):02x}" for i in (1, 3, 5))
+
+
 def ink_on(fill: str) -> str:
     """Black or white, whichever has more contrast on `fill` (WCAG's relative luminance)."""
     parts = [int(fill[i : i + 2], 16) / 255 for i in (1, 3, 5)]
