@@ -47,6 +47,7 @@ def _packing(trace: Steps, k: int, caption: str) -> Picture:
     axes.axhline(high, color="#D55E00", lw=1.3, ls="--")
     axes.set(xlim=(-1, trace["n_nodes"]), ylim=(0, max(high, 1) * 1.12), xlabel="time: the node being computed", ylabel="address in bytes")
     axes.yaxis.set_major_formatter("{x:,.0f}")
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.tick_params(labelsize=7.5)
     axes.text(-0.8, high * 1.01, f"planned: {high:,} bytes; one place for each tensor would be {s['alone']:,} ({s['alone'] / max(high, 1):.1f} times as much)",
               va="bottom", size=7.5)  # fmt: skip
