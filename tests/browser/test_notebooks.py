@@ -5,7 +5,7 @@ What is only in lesson 00 (a prompt typed by hand, the stepper driven by keys) i
 
 import pytest
 
-from tests.browser.lab import ROOT
+from tests.browser.lab import ROOT, Page
 
 pytestmark = pytest.mark.browser
 BOOKS = sorted(f.name for f in (ROOT / "notebooks").glob("*.ipynb"))
@@ -49,12 +49,13 @@ def test_useful_before_anything_runs(new_page, artifacts, name):
     assert page.others == []
 
 
-@pytest.fixture
-def lesson00(new_page):
-    page = new_page()
+@pytest.fixture(scope="module")
+def lesson00(browser, lab):
+    page = Page(browser, lab)
     page.open("00_start_here.ipynb")
     page.run_all()
-    return page.page
+    yield page.page
+    page.page.close()
 
 
 def test_stepper_by_keys(lesson00):
@@ -109,6 +110,11 @@ def test_prompt_player_generates_and_stops(lesson00, artifacts):
     lesson00.keyboard.press("Home")
     assert root.locator(".wb-say").inner_text().startswith("token 0 ")
     lesson00.screenshot(path=artifacts / "prompt-player.png")
+    prompt.fill('<img src=x onerror="window.harmed=1">')      # text stays text
+    prompt.press("Control+Enter")
+    root.locator(".wb-token").nth(1).get_by_text("<").wait_for()
+    root.get_by_text("done: 12 new tokens").wait_for()
+    assert root.locator("img").count() == 0 and lesson00.evaluate("() => window.harmed") is None
     root.get_by_label("new tokens").fill("200")
     root.get_by_label("new tokens").press("Tab")
     root.get_by_role("button", name="Generate").click()
