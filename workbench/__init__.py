@@ -16,7 +16,10 @@ _HOMES = {  # public name -> the room that holds it
     **dict.fromkeys(["CGraph", "build", "statistics"], "workbench.cgraph"),
     **dict.fromkeys(["Backend", "BufferType", "CpuBackend"], "workbench.devices"),
     **dict.fromkeys(["GraphAllocator", "GraphRunner", "compute"], "workbench.execution"),
+    **dict.fromkeys(["Machine", "SimulatedDevice", "SimulatedMemory", "simulated_machine"], "workbench.devices.simulated"),
+    **dict.fromkeys(["Scheduler", "UsedExperts", "WeightTransfer", "WholeTensor"], "workbench.scheduler"),
     **dict.fromkeys(["GGUFFile", "Model", "Sampler", "Session", "Tokenizer", "generate", "load", "open_gguf"], "workbench.models"),
+    **dict.fromkeys(["PlacedModel", "place_weights"], "workbench.models"),
     **dict.fromkeys(["RouteTrace", "Router", "build_moe_ffn"], "workbench.moe"),
 }
 

@@ -42,9 +42,9 @@ def load(paths: Iterable[str | Path]) -> Iterator[Case]:
             yield case
 
 
-def buffer_types(case: Case, machine: Machine) -> dict[str, SimulatedMemory]:
+def buffer_types(case: Case, machine: Machine | None = None) -> dict[str, SimulatedMemory]:
     """The recorded buffer types by name."""
-    return {b["name"]: SimulatedMemory(machine, b["name"], b["align"], b["max_size"], b["is_host"], None, b["alloc_extra"], b["buf_cpy"])
+    return {b["name"]: SimulatedMemory(machine or Machine(), b["name"], b["align"], b["max_size"], b["is_host"], None, b["alloc_extra"], b["buf_cpy"])
             for b in case["bufts"]}  # fmt: skip
 
 

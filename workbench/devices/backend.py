@@ -23,6 +23,7 @@ from workbench.trace import Trace
 
 if TYPE_CHECKING:
     from workbench.devices.plan import Plan
+    from workbench.kernels.kernel import Kernel
     from workbench.kernels.weights import WeightSource
 
 PRODUCTS = frozenset({"MUL_MAT", "MUL_MAT_ID"})
@@ -40,7 +41,10 @@ class DeviceType(enum.Enum):
 class Buffer(Storage, Protocol):
     """A piece of a device's memory (`ggml_backend_buffer`): a storage that knows its type and can be given back."""
 
-    buffer_type: BufferType
+    @property
+    def buffer_type(self) -> BufferType:
+        """Its kind of memory."""
+        ...
 
     def clear(self, value: int = 0) -> None:
         """Set every byte (`ggml_backend_buffer_clear`)."""
@@ -220,6 +224,11 @@ class Backend:
     def kernel_options(self, node: Tensor) -> dict[str, Any]:
         """What the kernel of `node` is told beside the node's own parameters."""
         return {"rounding": self.activation_rounding} if node.op in PRODUCTS else {}
+
+    def kernel(self, node: Tensor) -> Kernel:
+        """The kernel that computes `node` here: the table's, unless a device has a better one."""
+        assert node.spec is not None
+        return node.spec.kernel
 
     def work_memory(self, nbytes: int) -> Any:
         """Scratch memory of at least `nbytes` bytes, a 1-D uint8 array of `xp`, shared by the plans of this backend."""

@@ -17,7 +17,17 @@ from typing import Any
 import numpy as np
 
 from workbench.devices import cost
-from workbench.devices.backend import Backend, Buffer, BufferType, DeviceType, Event, HostBuffer, NodeList
+from workbench.devices.backend import (
+    HOST_HANDED_IN,
+    HOST_MEMORY,
+    Backend,
+    Buffer,
+    BufferType,
+    DeviceType,
+    Event,
+    HostBuffer,
+    NodeList,
+)
 from workbench.devices.cpu import CpuBackend
 from workbench.errors import AllocationError, StorageError, shown
 from workbench.kernels.blocks import operand
@@ -174,8 +184,9 @@ class SimulatedMemory(BufferType):
             if not self.fail_allocation:
                 raise AllocationError(f"an allocation of {size:,} bytes on {shown(self.name)} was made to fail", "success")
         if self.capacity is not None and self.used + size > self.capacity:
-            raise AllocationError(f"{shown(self.name)} has {self.capacity - self.used:,} of {self.capacity:,} bytes left, {size:,} were asked for",
-                                  "room on the device", "fewer layers or experts there, a smaller batch or context")  # fmt: skip
+            raise AllocationError(f"{size:,} bytes were asked of {shown(self.name)}, which has {self.capacity - self.used:,} of "
+                                  f"{self.capacity:,} bytes left", "room on the device",
+                                  "fewer layers or experts there, a smaller batch or context")  # fmt: skip
         self.used += size
         self.peak = max(self.peak, self.used)
         if self.machine.trace is not None:
@@ -300,7 +311,7 @@ class SimulatedDevice(Backend):
     # ---- its stream
 
     @property
-    def trace(self) -> Trace | None:  # type: ignore[override]
+    def trace(self) -> Trace | None:
         """Where calls are recorded: the devices of a machine share it."""
         return self.machine.trace
 
@@ -308,7 +319,7 @@ class SimulatedDevice(Backend):
     def trace(self, trace: Trace | None) -> None:
         self.machine.trace = trace
 
-    def note(self, kind: str, **fields: int | str) -> None:
+    def note(self, kind: str, **fields: Any) -> None:
         """Record a call."""
         if self.trace is not None:
             self.trace.add(kind, self.machine.now, **fields)
@@ -417,3 +428,19 @@ def batch_size(node: Tensor) -> int:
 def _move(tensor: Tensor, copy: Tensor) -> None:
     source, target = tensor.require_data(), copy.require_data()
     target.device_bytes()[copy.offset : copy.offset + tensor.nbytes] = source.device_bytes()[tensor.offset : tensor.offset + tensor.nbytes]
+
+
+def simulated_machine(gpus: int = 1, memory: int | None = None, *, host_memory: int | None = None, offload_min_batch: int | None = 32,
+                      trace: Trace | None = None, **abilities: Any) -> list[SimulatedDevice]:  # fmt: skip
+    """A machine with GPUs of `memory` bytes each (None: no limit) and a CPU: the backends for a `Scheduler`, the CPU last.
+
+    offload_min_batch: batch from which a GPU takes ops whose weights lie on the host. abilities: further keywords of
+    SimulatedDevice for the GPUs (deny_ops, async_copy, speed, …). `backends[0].machine` is the clock.
+    """
+    machine = Machine(trace)
+    names = ["GPU"] if gpus == 1 else [f"GPU{i}" for i in range(gpus)]
+    kinds = [SimulatedMemory(machine, name, capacity=memory) for name in names]
+    cards = [SimulatedDevice(machine, k.name, k, offload_min_batch=offload_min_batch, **abilities) for k in kinds]
+    host = SimulatedMemory(machine, HOST_MEMORY.name, HOST_MEMORY.alignment, is_host=True, capacity=host_memory, speed=cost.CPU)
+    cpu = SimulatedDevice(machine, "CPU", host, DeviceType.CPU, reads=[HOST_HANDED_IN.name], events=False, async_copy=False, async_io=False)
+    return [*cards, cpu]

@@ -5,10 +5,12 @@ from workbench.models.gguf import GGUFFile, open_gguf, shipped_models
 from workbench.models.hparams import HParams
 from workbench.models.kv_cache import KVCache
 from workbench.models.model import Model, load
+from workbench.models.offload import PlacedModel, place_weights
 from workbench.models.sampling import Sampler
 from workbench.models.session import Session
 from workbench.models.tokenizer import Tokenizer
 from workbench.models.transformer import Builder, Hidden, Segment, StepGraph, build_step
 
-__all__ = ["Builder", "GGUFFile", "Generation", "GenerationStats", "HParams", "Hidden", "KVCache", "Model", "Piece", "Sampler", "Segment",
-           "Session", "StepGraph", "Tokenizer", "build_step", "generate", "load", "open_gguf", "shipped_models"]  # fmt: skip
+__all__ = ["Builder", "GGUFFile", "Generation", "GenerationStats", "HParams", "Hidden", "KVCache", "Model", "Piece", "PlacedModel",
+           "Sampler", "Segment", "Session", "StepGraph", "Tokenizer", "build_step", "generate", "load", "open_gguf",
+           "place_weights", "shipped_models"]  # fmt: skip

@@ -6,9 +6,11 @@ here alone; the graph only sees indices to write to and a mask of what each toke
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
-from workbench.devices import BufferType
+from workbench.devices import Buffer, BufferType
 from workbench.errors import ModelError
 from workbench.models.hparams import HParams
 from workbench.tensors import Context, Tensor, ops
@@ -23,31 +25,37 @@ class KVCache:
     """Keys and values of up to n_ctx tokens, f32, and the account of their cells (`llama_kv_cache`, `llama_kv_cells`).
 
     K lies token by token, [n_embd_kv, n_ctx]; V lies transposed, a row per channel, as llama.cpp keeps it without flash
-    attention (its tensor is described as [n_embd_kv, n_ctx] all the same). Without a buffer type there is no memory:
-    enough to build graphs.
+    attention (its tensor is described as [n_embd_kv, n_ctx] all the same). buffer_type: one for all layers, or one for each.
+    Without one there is no memory: enough to build graphs.
     """
 
-    def __init__(self, hp: HParams, n_ctx: int, buffer_type: BufferType | None = None) -> None:
+    def __init__(self, hp: HParams, n_ctx: int, buffer_type: BufferType | Sequence[BufferType] | None = None) -> None:
         self.hp, self.n_ctx = hp, padded(n_ctx, PAD_KV)
         self.context = Context(2 * hp.n_layer * TENSOR_OVERHEAD, no_alloc=True, name="kv cache")
         shape = (hp.n_embd_kv, self.n_ctx)
         self.k = [self.context.new_tensor("f32", *shape, name=f"cache_k_l{i}") for i in range(hp.n_layer)]
         self.v = [self.context.new_tensor("f32", *shape, name=f"cache_v_l{i}") for i in range(hp.n_layer)]
-        self.buffer = None
+        self.buffers: list[Buffer] = []
         self.nbytes = sum(t.nbytes for t in (*self.k, *self.v))
         if buffer_type is not None:
-            self.buffer = buffer_type.alloc_buffer(self.nbytes)
-            self.buffer.clear(0)  # cells that are masked out are multiplied by zero: they must not hold NaN
-            for i, tensor in enumerate((*self.k, *self.v)):
-                tensor.place(self.buffer, i * tensor.nbytes)
+            kinds = [buffer_type] * hp.n_layer if isinstance(buffer_type, BufferType) else list(buffer_type)
+            for kind in dict.fromkeys(kinds):
+                self._place(kind, [t for i, own in enumerate(kinds) if own is kind for t in (self.k[i], self.v[i])])
         self.seq = np.full(self.n_ctx, FREE, np.int32)
         self.pos = np.zeros(self.n_ctx, np.int32)
+
+    def _place(self, kind: BufferType, tensors: list[Tensor]) -> None:
+        buffer = kind.alloc_buffer(sum(t.nbytes for t in tensors))
+        self.buffers.append(buffer)
+        buffer.clear(0)  # cells that are masked out are multiplied by zero: they must not hold NaN
+        for i, tensor in enumerate(tensors):
+            tensor.place(buffer, i * tensor.nbytes)
 
     def close(self) -> None:
         """Give the memory back."""
         self.context.close()
-        if self.buffer is not None:
-            self.buffer.close()
+        for buffer in self.buffers:
+            buffer.close()
 
     # ---- cells
 

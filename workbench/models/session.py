@@ -7,10 +7,11 @@ is reserved for the largest shape when the session starts, so no step ever has t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from workbench.cgraph import CGraph
 from workbench.devices import Backend
 from workbench.errors import ModelError, ParameterError, shown
 from workbench.execution import GraphAllocator
@@ -18,6 +19,7 @@ from workbench.models.kv_cache import KVCache
 from workbench.models.model import Model
 from workbench.models.transformer import StepGraph, build_step
 from workbench.moe import RouteRecorder, RouteTrace
+from workbench.scheduler import Scheduler
 
 MAX_GRAPHS = 16
 """Graphs kept for reuse; beyond that the one that was not used for longest is dropped."""
@@ -28,12 +30,14 @@ class Session:
 
     n_ctx: cells of the KV cache, shared by all sequences (default: the length the model was trained for; rounded up to 256).
     n_batch: most tokens in one graph. backend: where to compute; else a CPU backend with `activation_rounding` and `n_threads`.
+    scheduler: compute on several devices instead, with a model from `place_weights`; it belongs to this session until closed.
     recording: whether routes are kept in `routes`; it may be switched at any time.
     Counters: n_graph_builds, n_graph_reuses, n_plans.
     """
 
     def __init__(self, model: Model, n_ctx: int | None = None, n_batch: int = 512, n_seq_max: int = 1, backend: Backend | None = None,
-                 activation_rounding: str | None = None, n_threads: int | None = None, recording: bool = False) -> None:  # fmt: skip
+                 activation_rounding: str | None = None, n_threads: int | None = None, recording: bool = False,
+                 scheduler: Scheduler | None = None) -> None:  # fmt: skip
         n_ctx = model.hparams.n_ctx_train if n_ctx is None else n_ctx
         for what, value in (("n_ctx", n_ctx), ("n_batch", n_batch), ("n_seq_max", n_seq_max)):
             if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < 2**31:
@@ -41,17 +45,19 @@ class Session:
         if backend is not None and (activation_rounding, n_threads) != (None, None):
             raise ParameterError("a backend together with activation_rounding or n_threads", "one or the other",
                                  "CpuBackend(n_threads=…, activation_rounding=…) takes them")  # fmt: skip
-        self.model, self.n_seq_max = model, n_seq_max
-        self._own_backend = backend is None
-        self.backend = backend or _cpu(activation_rounding, n_threads)
-        self.cache = KVCache(model.hparams, n_ctx, self.backend.buffer_type)
+        if scheduler is not None and (backend, activation_rounding, n_threads) != (None, None, None):
+            raise ParameterError("a scheduler together with a backend, activation_rounding or n_threads", "one or the other")
+        self.model, self.n_seq_max, self.scheduler = model, n_seq_max, scheduler
+        self._own_backend = backend is None and scheduler is None
+        self.backend = scheduler.backends[-1] if scheduler is not None else backend or _cpu(activation_rounding, n_threads)
+        self.cache = KVCache(model.hparams, n_ctx, getattr(model, "layer_types", self.backend.buffer_type))
         self.n_ctx, self.n_batch = self.cache.n_ctx, min(n_batch, self.cache.n_ctx)
         self.n_graph_builds = self.n_graph_reuses = self.n_plans = 0
         self.recording = recording
         self._recorder = RouteRecorder(model.hparams.moe_layers, model.hparams.router) if model.hparams.moe_layers else None
         self._next = [0] * n_seq_max
         self._steps: dict[tuple[int, int, int, bool], tuple[StepGraph, Any]] = {}
-        self._memory: dict[bool, GraphAllocator] = {}
+        self._memory: dict[bool, GraphAllocator | None] = {}
         self._allocator(recording)
 
     # ---- decoding
@@ -123,13 +129,16 @@ class Session:
     def memory(self) -> dict[str, int]:
         """Bytes by purpose; the weights are mapped from the file, not copied."""
         return {"weights (mapped)": self.model.nbytes, "KV cache": self.cache.nbytes,
-                "compute buffer": sum(m.buffer_size() for m in self._memory.values()), **self.backend.memory_report()}  # fmt: skip
+                "compute buffer": self._compute_bytes(), **self.backend.memory_report()}  # fmt: skip
 
     def close(self) -> None:
         """Give all memory back; the model stays open."""
         self._steps.clear()
+        if self.scheduler is not None:
+            self.scheduler.reset()
         for allocator in self._memory.values():
-            allocator.close()
+            if allocator is not None:
+                allocator.close()
         self.cache.close()
         if self._own_backend:
             self.backend.close()
@@ -189,7 +198,7 @@ class Session:
         step, plan = self._step(n + skip, self.cache.n_kv(), n_outputs, recording)
         fill_inputs(step, self.cache, tokens[rows], positions[rows], seqs[rows], cells[rows], out_rows)
         plan.run()
-        self.backend.synchronize()
+        (self.scheduler or self.backend).synchronize()
         if recording:
             assert self._recorder is not None
             self._recorder.add(step.routings, np.stack([tokens, positions, seqs], 1), skip)
@@ -202,10 +211,16 @@ class Session:
         if key in self._steps:
             self.n_graph_reuses += 1
             self._steps[key] = self._steps.pop(key)  # the last one used stands last
+            if self.scheduler is not None:
+                self._schedule(self._steps[key][0].graph)
             return self._steps[key]
         step = self._build(*key)
-        self._allocator(recording).alloc(step.graph)
-        self._steps[key] = step, self.backend.plan(step.graph)
+        allocator = self._allocator(recording)
+        if allocator is None:
+            self._steps[key] = step, self._schedule(step.graph)
+        else:
+            allocator.alloc(step.graph)
+            self._steps[key] = step, self.backend.plan(step.graph)
         self.n_plans += 1
         if len(self._steps) > MAX_GRAPHS:
             del self._steps[next(iter(self._steps))]
@@ -219,12 +234,37 @@ class Session:
                 RouteRecorder.watch(routing)
         return step
 
-    def _allocator(self, recording: bool) -> GraphAllocator:
-        """Compute memory, reserved for the largest graph; a recording one keeps more alive, so it has its own."""
+    def _allocator(self, recording: bool) -> GraphAllocator | None:
+        """Compute memory, reserved for the largest graph; a recording one keeps more alive, so it has its own. None: a
+        scheduler has it."""
         if recording not in self._memory:
-            self._memory[recording] = GraphAllocator(self.backend.buffer_type)
-            self._memory[recording].reserve(self._build(self.n_batch, self.n_ctx, self.n_batch, recording).graph)
+            own = self._memory[recording] = None if self.scheduler else GraphAllocator(self.backend.buffer_type)
+            (own or self.scheduler).reserve(self._build(self.n_batch, self.n_ctx, self.n_batch, recording).graph)  # type: ignore[union-attr]
         return self._memory[recording]
+
+    def _schedule(self, graph: CGraph) -> _Scheduled:
+        """Let the scheduler hold this graph; it holds one at a time."""
+        assert self.scheduler is not None
+        if self.scheduler.graph is not graph or not self.scheduler.is_allocated:
+            self.scheduler.reset()
+            self.scheduler.alloc(graph)
+        return _Scheduled(self.scheduler, graph)
+
+    def _compute_bytes(self) -> int:
+        if self.scheduler is not None:
+            return sum(map(self.scheduler.buffer_size, range(len(self.scheduler.backends))))
+        return sum(m.buffer_size() for m in self._memory.values() if m is not None)
+
+
+class _Scheduled(NamedTuple):
+    """A graph that a scheduler runs, where a session expects a plan."""
+
+    scheduler: Scheduler
+    graph: CGraph
+
+    def run(self) -> None:
+        """Ask for all splits."""
+        self.scheduler.compute_async(self.graph)
 
 
 def fill_inputs(step: StepGraph, cache: KVCache, tokens: np.ndarray, positions: np.ndarray, seqs: np.ndarray, cells: np.ndarray,

@@ -5,4 +5,5 @@ from workbench.scheduler.scheduler import Scheduler
 from workbench.scheduler.splits import Split, Splitter
 from workbench.scheduler.transfer import UsedExperts, WeightTransfer, WholeTensor
 
-__all__ = ["CAUSES", "STAGES", "Assignment", "Scheduler", "Split", "Splitter", "UsedExperts", "WeightTransfer", "WholeTensor", "cause_in_words"]
+__all__ = ["CAUSES", "STAGES", "Assignment", "Scheduler", "Split", "Splitter", "UsedExperts", "WeightTransfer", "WholeTensor",
+           "cause_in_words"]  # fmt: skip

@@ -293,7 +293,8 @@ def _together(a: Assignment, owner: Tensor, nodes: list[Tensor]) -> Iterator[Dec
             break
     else:
         lies = f" lies in {shown(storage.name)} and" if storage is not None else ""
-        raise UnsupportedOp(f"{owner.label}{lies} is written by {', '.join(n.label for n in nodes[:3])}: no backend can compute all of that",
+        by = ", ".join(n.label for n in nodes[:3])
+        raise UnsupportedOp(f"{owner.label}{lies} is written by {by}: no backend can compute all of that",
                             "one backend for a tensor and the nodes that write into it",
                             "let a backend support these ops, or place the tensor elsewhere")  # fmt: skip
     if a.of[owner] != b and storage is None:

@@ -53,9 +53,11 @@ def debug(scheduler: Scheduler, level: int) -> str:
 
     for i, split in enumerate(scheduler.splits):
         inputs = " ".join(f"[{t.label} {t.nbytes:,} bytes]" for t in split.inputs)
-        lines.append(f"## SPLIT #{i}: {scheduler.backends[split.backend].name} # {len(split.inputs)} inputs{': ' if inputs else ''}{inputs}")
+        name, n = scheduler.backends[split.backend].name, len(split.inputs)
+        lines.append(f"## SPLIT #{i}: {name} # {n} inputs{': ' if inputs else ''}{inputs}")
         for j, node in enumerate(split.nodes, split.first):
             if level > 1 and graph is not None and node.spec is not None and not node.spec.is_view:
                 sources = ", ".join(f"{s.label} {where(s)}" for s in node.sources())
-                lines.append(f"node #{j:3} ({node.desc}): {node.label} {node.nbytes:,} bytes {where(node)} use={graph.use_count(node)}: {sources}")
+                uses = graph.use_count(node)
+                lines.append(f"node #{j:3} ({node.desc}): {node.label} {node.nbytes:,} bytes {where(node)} use={uses}: {sources}")
     return "\n".join(lines)

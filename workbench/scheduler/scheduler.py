@@ -162,7 +162,7 @@ class Scheduler:
         if isinstance(backend, int) and 0 <= backend < len(self.backends):
             return backend
         if backend in self.backends:
-            return self.backends.index(backend)  # type: ignore[arg-type]
+            return self.backends.index(backend)
         names = ", ".join(f"{i}: {b.name}" for i, b in enumerate(self.backends))
         raise ParameterError(f"backend {backend!r}", f"one of this scheduler's, or its number: {names}")
 
