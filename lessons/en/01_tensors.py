@@ -30,10 +30,10 @@ ctx = wb.Context(name="lesson 01")    # where our tensors live; lesson 02 is abo
 # %% [markdown]
 # ## 1 · A description, not numbers · 5 min
 #
-# Take one weight of lesson 00's model: the gate matrices of all eight experts of layer 2, in one tensor.
+# Take one weight of lesson 00's model, from its f16 file: the gate matrices of all eight experts of layer 2, in one tensor.
 
 # %%
-w = state.f16.weight("ffn_gate_exps", 2)
+w = state.files["f16"].weight("ffn_gate_exps", 2)
 facts = [("name", w.name, "for people"), ("dtype", w.dtype, "how a number is stored"),
          ("ne", w.ne, "how many elements along each dimension"),
          ("nb", w.nb, "how many bytes from one element to the next, along each dimension"),
@@ -51,7 +51,7 @@ views.table(["field", "value", "meaning"], facts, "The whole tensor. Nowhere in 
 lesson.predict("fields")
 
 # %%
-w = state.f16.weight("ffn_gate_exps", 2)
+w = state.files["f16"].weight("ffn_gate_exps", 2)
 ours = {"type": "dtype", "data": "_storage"}    # where our name differs from ggml's
 listed = ["type", "op", "n_dims", "ne", "nb", "src", "grad", "data", "name"]
 names = [ours.get(field, field) for field in listed]
@@ -118,9 +118,9 @@ t = ctx.new_tensor("f32", 4, 8)
 lesson.reveal("nb1", t.nb[1], row=t.ne[0])
 
 # %% [markdown]
-# Now walk. Below, `grid` is three rows of four; the walk goes over its columns 1 to 3, turned on their side. Each cell is four bytes
-# of memory, its small numbers are the index (i0, i1) that leads to it. Click into the row of buttons, then → ← Home End; *n* and *p*
-# jump to where i0 falls back. Before each jump, say the next address aloud.
+# Now walk. Below, `grid` is three rows of four; the walk goes over its columns 1 to 3, turned on their side by `.T`. Each cell is four
+# bytes of memory with the number that lies there; the small numbers are the index (i0, i1) that leads to it. Click into the row of
+# buttons, then → ← Home End; *n* and *p* jump to where i0 falls back. Before each of these jumps, say the next address aloud.
 
 # %%
 grid = ctx.from_numpy(10 * np.arange(12, dtype=np.float32).reshape(3, 4), name="grid")
@@ -156,8 +156,8 @@ moved = wb.OPS["TRANSPOSE"].moved(turned)
 lesson.reveal("transpose", ctx.used_mem - before, moved=moved, matrix=big.nbytes)
 
 # %% [markdown]
-# A view is not a copy, so writing through it shows in the owner. This is how a KV cache is filled: a view of the right rows is the
-# destination of a copy.
+# A view is not a copy, so writing through it shows in the owner. Graphs use that to fill a KV cache: the node that stores the new rows
+# is itself a view of the cache.
 
 # %%
 grid = ctx.from_numpy(np.zeros((3, 4), np.float32), name="grid")
@@ -256,9 +256,9 @@ views.byte_map(
 # has no address of its own.
 
 # %%
-w = state.q8_0.weight("attn_q", 2)
+w = state.files["q8_0"].weight("attn_q", 2)
 block = w.raw_rows()[0, 0, 0, :w.nb[0]]      # the first nb[0] = 34 bytes of the first row
-d = block[:2].view("<f2").astype(np.float32)
+d = block[:2].view("<f2").astype(np.float32)   # two bytes, read as one f16
 codes = block[2:].view(np.int8)
 by_hand = d * codes
 library = w.numpy()[0, :32]
@@ -269,7 +269,8 @@ views.table(["number", "code", "by hand", "library"], rows,
 
 # %% [markdown]
 # The *K* types put two storeys of scales into blocks of 256. A `q4_K` block has eight groups of 32; each has a scale and a minimum of
-# six bits, and these are themselves multiples of d and dmin. Here is a block of invented bytes, and its first two groups by hand.
+# six bits, and these are themselves multiples of d and dmin. Below are a block of invented bytes and its first two groups by hand. (The
+# scales of groups 4 to 7 are scattered: four bits in the last third of the twelve bytes, two in the upper ends of the others.)
 
 # %%
 parts = [("d, f16", 2), ("dmin, f16", 2),
@@ -294,11 +295,11 @@ print("group 1, by hand:", [f"{x:.3f}" for x in by_hand[1][:4]])
 print("group 1, library:", [f"{x:.3f}" for x in t.numpy()[32:36]])
 
 # %% [markdown]
-# What does it cost in truth? One row of a real weight, stored in several types and read back. And a row that is no whole number of
-# blocks is refused.
+# What does the saving cost in truth? Store one row of a real weight in several types, and read it back. And a row that is no whole
+# number of blocks is refused.
 
 # %%
-row, rows, worst = state.f16.weight("attn_q", 2).numpy()[0].astype(np.float32), [], {}
+row, rows, worst = state.files["f16"].weight("attn_q", 2).numpy()[0].astype(np.float32), [], {}
 for name in ("f32", "f16", "q8_0", "q5_0", "q4_0"):
     t = ctx.from_numpy(row, name)
     worst[name] = np.abs(t.numpy() - row).max() / np.abs(row).max()
@@ -317,7 +318,7 @@ views.table(["type", "bytes", "bits per number", "worst error / largest number"]
 
 # %%
 rows = []
-for name, model in state.models.items():
+for name, model in state.files.items():
     formula = sum(t.n_rows * (t.ne[0] // t.dtype.block) * t.dtype.block_bytes
                   for t in model.weights.values())
     rows.append((f"tiny-mixtral {name}, bytes: formula, counted", formula, model.nbytes))
@@ -418,7 +419,7 @@ def decode_q4_0(block):
     return d * codes
 
 # %% tags=["check"]
-w = state.q4_0.weight("ffn_gate_exps", 2)
+w = state.files["q4_0"].weight("ffn_gate_exps", 2)
 blocks = [w.raw_rows()[0, 0, r, 18 * b:18 * b + 18].copy() for r in range(3) for b in range(4)]
 expected = w.numpy()[0, :3].reshape(-1, 32)
 steps = [f"block {i}" for i in range(12)]

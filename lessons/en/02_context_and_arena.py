@@ -16,7 +16,9 @@
 # model without holding it (`no_alloc`), and name the two classic accidents, the tensor that outlives its arena and the run
 # that only seems to succeed.
 #
-# The network below is our guinea pig: two layers, five leafs, five results. Sections can be run in any order after this cell.
+# The network below is our guinea pig: two layers, five leafs, five results. `w @ x` is ggml's `mul_mat`; `wb.build(out)` collects
+# what `out` depends on into a graph, `wb.compute(graph)` runs it (lesson 03 opens both). Sections can be run in any order after
+# this cell.
 
 # %% tags=["setup"]
 import numpy as np
@@ -28,11 +30,11 @@ lesson = lessons.open_lesson("02")
 state = lesson.state
 
 def mlp(ctx, hidden=32):
-    """x -> w1, b1, SiLU -> w2, b2 -> out, every tensor in `ctx`."""
+    """out = w2 @ silu(w1 @ x + b1) + b2, every tensor in `ctx`."""
     x, w1 = ctx.new_tensor("f32", 8, 1, name="x"), ctx.new_tensor("f32", 8, hidden, name="w1")
     b1, w2 = ctx.new_tensor("f32", hidden, 1, name="b1"), ctx.new_tensor("f32", hidden, 8, name="w2")
     b2 = ctx.new_tensor("f32", 8, 1, name="b2")
-    return ops.add(w2 @ ops.silu(ops.add(w1 @ x, b1)), b2).named("out")
+    return (w2 @ ops.silu(w1 @ x + b1) + b2).named("out")
 
 # %% [markdown]
 # ## 1 · What a tensor costs · 4 min
@@ -85,7 +87,8 @@ widgets.Stepper(trace, "One behind the other, in the order of making: pale is ov
 # ## 3 · How large must it be? · 8 min
 #
 # Each object: 32 for the header, then its content, rounded up to a multiple of 16. For a tensor that is 368 + the padded
-# data. The formula, this package, and what `ggml_used_mem` said in real ggml, step by step:
+# data; in Python, `-(-n // 16) * 16` rounds n up. The formula, this package, and what `ggml_used_mem` said in real ggml, where the same
+# steps were recorded:
 
 # %%
 rows, used = [], 0
@@ -203,8 +206,10 @@ lesson.reveal("no_alloc", first, leaf=graph.leafs[0].name)
 
 # %% [markdown]
 # In C there is no such message: `data` is a null pointer, and the run either ends the process or, worse, goes on and gives numbers. The
-# article calls it *false success* and describes its sign: the same prediction for every input. A close relative can
-# be shown here: memory that was given, but never written.
+# article calls it *false success* and describes its sign: the same prediction for every input.
+#
+# A close relative can be shown here too: memory that was given, but never written. In the next cell two different inputs come in, and
+# somebody forgot to copy them into the tensor `x`.
 
 # %%
 leftover = bytearray(8192)                       # memory with a past
@@ -212,9 +217,8 @@ np.frombuffer(leftover, np.float32)[:] = 0.7
 ctx = wb.Context(memory=leftover, name="second-hand")
 out = mlp(ctx)
 for values in (np.zeros(8), np.ones(8)):
-    x = values.astype(np.float32)                # and somebody forgot to copy it into the tensor
-    wb.compute(wb.build(out))
-    print("input", x[:3], "… prediction", f"{out.numpy().ravel()[0]:.2f}")
+    wb.compute(wb.build(out))                    # x.set(values) is missing
+    print("input", values[:3], "… prediction", f"{out.numpy().ravel()[0]:.2f}")
 
 # %% [markdown]
 # Plausible, equal, and wrong. The mend, in this order: give memory, *write* it, run. Where the runner itself gives memory to an input, it
@@ -249,8 +253,8 @@ except wb.errors.ContextClosed as error:
     print("outside:", error)
 
 # %% [markdown]
-# Python still holds the description `t`; its bytes are gone. In C the pointer would still point there: to old numbers,
-# to somebody else's, or to nothing. This is *use after free*, and here it is always an error.
+# Python still holds the description `t`; its bytes are gone. In C the pointer would still point there: to the old numbers, to somebody
+# else's, or to memory that is no longer the program's. This is *use after free*, and here it is always an error.
 #
 # From such accidents the article draws a rule: everything in one graph must come from one context. Is it ggml's rule?
 

@@ -14,6 +14,9 @@ from workbench import models, paths
 from workbench.devices import CpuBackend, Plan
 from workbench.errors import ContextClosed
 from workbench.execution import GraphRunner
+from workbench.lessons.graph_states import Lesson03 as Lesson03
+from workbench.lessons.graph_states import Lesson04 as Lesson04
+from workbench.lessons.thread_states import Lesson05 as Lesson05
 from workbench.models.session import fill_inputs
 from workbench.moe import RouteTrace
 from workbench.tensors import Context, Flag, Tensor, ops
@@ -127,14 +130,9 @@ class Lesson01:
     """Tensors: the tiny Mixtral as it is stored in three types."""
 
     @cached_property
-    def models(self) -> dict[str, models.Model]:
+    def files(self) -> dict[str, models.Model]:
         """The same weights in three files, by storage type."""
         return {kind: models.load(f"tiny-mixtral-{kind}") for kind in ("f16", "q8_0", "q4_0")}
-
-    def __getattr__(self, kind: str) -> models.Model:
-        if kind in ("f16", "q8_0", "q4_0"):
-            return self.models[kind]
-        raise AttributeError(kind)
 
 
 class Lesson02(Lesson00):

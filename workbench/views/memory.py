@@ -48,7 +48,7 @@ def address_steps(tensor: Tensor) -> dict[str, Any]:
     memory, n = root.array().reshape(-1), tensor.n_elements
     if max(n, root.n_elements) > MOST:
         raise ParameterError(f"{tensor.label} with {max(n, root.n_elements):,} elements", f"at most {MOST}", "walk over a slice of it")
-    used, steps, before = max(tensor.n_dims, 2), [], 0
+    used, steps, before = max(tensor.n_dims, 2), list[dict[str, Any]](), 0
     ranges = [range(tensor.ne[d]) for d in reversed(range(4))]
     for at in itertools.product(*ranges):
         i = at[::-1]
@@ -83,20 +83,21 @@ def arena_steps(context: Context, per_row: int = 16) -> dict[str, Any]:
         t = next(tensors) if thing.kind == "tensor" else None
         name = shown((t.name if t is not None else thing.name) or f"object {n}", 24)
         data, letters = _content(t, thing.size)
-        first = (thing.offset - OBJECT_BYTES) // ALIGNMENT
-        cause = "graph" if t is None else "view" if t.is_view else "no_alloc" if context.no_alloc else "leaf" if t.op == "NONE" else "result"
-        facts = {"name": name, "data": f"{t.nbytes:,}" if t is not None else "", "size": f"{thing.size:,}", "op": t.desc if t is not None else "",
-                 "owner": shown(t.root().name, 24) if t is not None else ""}  # fmt: skip
-        taken = OBJECT_BYTES + thing.size
+        start, end_of_it = thing.offset - OBJECT_BYTES, thing.offset + thing.size
+        cause, facts = "graph", {"name": name, "size": f"{thing.size:,}"}
+        if t is not None:
+            cause = "view" if t.is_view else "no_alloc" if context.no_alloc else "leaf" if t.op == "NONE" else "result"
+            facts |= {"data": f"{t.nbytes:,}", "op": t.desc, "owner": shown(t.root().name, 24)}
         padding = thing.size - TENSOR_BYTES - data if t is not None else 0
-        rows.append([name, f"{thing.offset - OBJECT_BYTES:,}", f"{data:,}", str(padding), f"{taken:,}"])
+        rows.append([name, f"{start:,}", f"{data:,}", str(padding), f"{end_of_it - start:,}"])
         end = f" {padding} bytes of padding end it, since objects start at multiples of {ALIGNMENT}." if padding else ""
         steps.append({
             "label": name, "cause": cause, "change": True, "sentence": ARENA_CAUSES[cause].format(**facts) + end,
-            "marks": [[first + i, letter, "", n % 8, letter not in "Dd"] for i, letter in enumerate(letters)],
-            "table": [list(r) for r in rows] + [["(free)", f"{thing.offset + thing.size:,}", "", "", f"{context.mem_size - thing.offset - thing.size:,}"]],
+            "marks": [[start // ALIGNMENT + i, letter, "", n % 8, letter not in "Dd"] for i, letter in enumerate(letters)],
+            "table": [*map(list, rows), ["(free)", f"{end_of_it:,}", "", "", f"{context.mem_size - end_of_it:,}"]],
         })  # fmt: skip
-    return {"title": f"Arena ‘{shown(context.name)}’ of {context.mem_size:,} bytes", "kind": "memory", "unit": ALIGNMENT, "per_row": per_row,
+    title = f"Arena ‘{shown(context.name)}’ of {context.mem_size:,} bytes"
+    return {"title": title, "kind": "memory", "unit": ALIGNMENT, "per_row": per_row,
             "cells": [""] * (context.mem_size // ALIGNMENT), "steps": steps, "legend": [[n % 8, r[0]] for n, r in enumerate(rows)],
             "columns": ["object", "from", "data", "padding", "bytes"], "table": "objects so far"}  # fmt: skip
 
@@ -127,13 +128,14 @@ def memory_picture(trace: Mapping[str, Any], caption: str, k: int | None = None)
     tall, notes = -(-count // wide), any(mark[2] for step in trace["steps"] for mark in step["marks"])
     w, h = (0.62, 0.44) if notes else (0.36, 0.3)
     figure = new_figure(max(0.75 + w * wide, 4.2), 0.55 + h * tall, layout=None)
-    width, height = figure.get_figwidth(), figure.get_figheight()
+    width = figure.get_figwidth()
     axes = figure.add_axes((0, 0, 1, 1), xlim=(-0.7, width - 0.7), ylim=(h * tall + 0.42, -0.13))
     axes.set_axis_off()
     outlined = []
     for i, words, note, look, pale, now in memory_state(trace, k):
         x, y = i % wide * w, i // wide * h
-        fill, ink = ("#ffffff", "#555555") if look < 0 else (lighter(style(look).fill), "#333333") if pale else (style(look).fill, style(look).ink)
+        drawn = style(max(look, 0))
+        fill, ink = ("#ffffff", "#555555") if look < 0 else (lighter(drawn.fill), "#333333") if pale else (drawn.fill, drawn.ink)
         axes.add_patch(Rectangle((x, y), w * 0.96, h * 0.93, fc=fill, ec="#999999", lw=0.6))
         axes.text(x + w * 0.48, y + h * (0.34 if note else 0.48), words, ha="center", va="center", size=8 if notes else 6.5, color=ink,
                   weight="normal" if pale or look < 0 else "bold")  # fmt: skip
@@ -210,7 +212,7 @@ def byte_map(layouts: Mapping[str, Sequence[tuple[str, int]]], caption: str) -> 
         for n, (label, size) in enumerate(parts):
             axes.add_patch(Rectangle((start, y), size, 0.5, fc=style(n).fill, ec="white", lw=0.8))
             axes.vlines(range(start + 1, start + size), y + 0.42, y + 0.5, color="white", lw=0.5)
-            axes.text(start + size / 2, y + 0.24, size, ha="center", va="center", size=8, color=style(n).ink)
+            axes.text(start + size / 2, y + 0.24, str(size), ha="center", va="center", size=8, color=style(n).ink)
             axes.add_patch(Rectangle((x, y + 0.61), 0.013 * most, 0.15, fc=style(n).fill, ec="none"))
             axes.text(x + 0.02 * most, y + 0.69, label, va="center", size=7.5, color="#333333")
             start, x = start + size, x + (0.055 + 0.0108 * len(label)) * most

@@ -19,7 +19,9 @@ STORED = 32
 
 
 class Stepper(Shown):
-    """Steps of a trace (the forms are described in `workbench.views.rasters` and `workbench.views.memory`, with "table" and "columns" for the table beside it).
+    """Steps of a trace, "table" and "columns" for the table beside the picture included.
+
+    The forms are described in `workbench.views.rasters`, `workbench.views.memory` and `workbench.views.steps`.
 
     Keys: ← → Home End Space, n and p for the next and the previous change. `k` is the step shown. What is drawn for
     step k depends on the first k + 1 steps only.
