@@ -75,7 +75,7 @@ def text(value: Any) -> str:
         return ""
     if isinstance(value, bool):
         return "yes" if value else "no"
-    if isinstance(value, (int, float)) or hasattr(value, "dtype"):
+    if isinstance(value, (int, float)) or hasattr(value, "__float__"):
         return f"{int(value):,}" if float(value).is_integer() and not isinstance(value, float) else f"{float(value):.4g}"
     return shown(value, 400)
 
