@@ -8,6 +8,7 @@ from workbench.views.figures import Picture, new_figure, picture
 from workbench.views.graph_data import graph_data
 from workbench.views.graph_drawing import layered_picture
 from workbench.views.graphs import graph_picture
+from workbench.views.lines import lane_picture, line_picture
 from workbench.views.memory import MemoryMap, address_steps, arena_steps, byte_map, memory_picture
 from workbench.views.palette import OKABE_ITO, QUANTITY, Style, style
 from workbench.views.rasters import heat_picture, raster_picture, route_steps
@@ -16,6 +17,6 @@ from workbench.views.steps import expand_steps, memory_steps, plan_steps, record
 from workbench.views.tables import Stack, Table, side_by_side, table
 
 __all__ = ["Card", "MemoryMap", "OKABE_ITO", "Picture", "QUANTITY", "Stack", "Style", "Table", "address_steps", "arena_steps",
-           "byte_map", "expand_steps", "graph_data", "graph_picture", "heat_picture", "layered_picture", "memory_picture", "memory_steps",
-           "new_figure", "picture", "plan_steps", "raster_picture", "record_steps", "route_steps", "side_by_side", "steps_picture",
-           "style", "table"]
+           "byte_map", "expand_steps", "graph_data", "graph_picture", "heat_picture", "lane_picture", "layered_picture",
+           "line_picture", "memory_picture", "memory_steps", "new_figure", "picture", "plan_steps", "raster_picture",
+           "record_steps", "route_steps", "side_by_side", "steps_picture", "style", "table"]

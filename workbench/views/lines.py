@@ -1,0 +1,57 @@
+"""Curves side by side, and work on lanes over time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from matplotlib.ticker import NullLocator
+
+from workbench.errors import shown
+from workbench.views.figures import Picture, new_figure, picture
+from workbench.views.palette import OKABE_ITO, style
+
+LINES = ((OKABE_ITO[4], "-"), (OKABE_ITO[5], "--"), (OKABE_ITO[2], "-."), (OKABE_ITO[7], ":"))
+POINTS = "osD^"
+Curve = tuple[Sequence[float], Sequence[float]]
+
+
+def line_picture(panels: Mapping[str, Mapping[str, Curve]], caption: str, alt: str, xlabel: str, ylabel: str = "",
+                 ticks: Sequence[float] | None = None) -> Picture:  # fmt: skip
+    """Curves label -> (x, y) in one panel per title, on logarithmic axes; a curve of one x is drawn as points.
+
+    Curves differ by colour and by dash, points by shape. `ticks`: where both axes are marked, in plain numbers.
+    """
+    figure = new_figure(7.4, 3.0)
+    for axes, (title, curves) in zip(figure.subplots(1, len(panels), squeeze=False, sharey=True)[0], panels.items()):
+        lines, points = iter(LINES), iter(POINTS)
+        for label, (x, y) in curves.items():
+            if len(set(x)) == 1:
+                axes.plot(x, y, next(points), color="#333333", label=label)
+            else:
+                colour, dash = next(lines)
+                axes.plot(x, y, dash, color=colour, label=label, lw=1.8)
+        axes.set(title=title, xlabel=xlabel, ylabel=ylabel if axes.get_subplotspec().is_first_col() else "", xscale="log", yscale="log")
+        for axis in (axes.xaxis, axes.yaxis) if ticks else ():
+            axis.set_ticks(ticks or (), [f"{t:g}" for t in ticks or ()])
+            axis.set_minor_locator(NullLocator())
+        axes.grid(color="#dddddd", lw=0.6)
+    axes.legend(fontsize=8)
+    return picture(figure, alt, caption)
+
+
+def lane_picture(spans: Sequence[tuple[int, float, float, str]], lanes: Sequence[str], caption: str, alt: str, xlabel: str) -> Picture:
+    """Pieces of work (lane, start, end, name) over time; a name is written where it has room."""
+    figure = new_figure(7.4, 0.75 + 0.42 * len(lanes))
+    end = max(span[2] for span in spans)
+    axes: Any = figure.add_subplot(xlabel=xlabel, xlim=(0, end), ylim=(len(lanes) - 0.5, -0.5))
+    axes.set_yticks(range(len(lanes)), lanes)
+    for lane, start, stop, name in spans:
+        look = style(lane)
+        axes.broken_barh([(start, stop - start)], (lane - 0.4, 0.8), fc=look.fill, ec="white", lw=0.8)
+        if stop - start > 0.011 * end * len(name):
+            axes.text((start + stop) / 2, lane, shown(name, 40), ha="center", va="center", size=8, color=look.ink)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.tick_params(axis="y", length=0)
+    return picture(figure, alt, caption)
