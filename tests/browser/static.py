@@ -11,7 +11,8 @@ const code = new TextDecoder().decode(Uint8Array.from(atob('%(code)s'), c => c.c
 window.model = {get: k => state[k], on: (e, f) => (listeners[e] ??= []).push(f), off: (e, f) => { listeners[e] = (listeners[e] ?? []).filter(g => g !== f); },
   set: (k, v) => { if (state[k] !== v) { state[k] = v; for (const f of listeners['change:' + k] ?? []) f(); } },
   save_changes: () => { throw new Error('no kernel'); }, send: () => { throw new Error('no kernel'); }};
-const module = await import(URL.createObjectURL(new Blob([code], {type: 'text/javascript'})));
+window.code = URL.createObjectURL(new Blob([code + (code.includes('function stateAt') ? '\\nexport { stateAt };' : '')], {type: 'text/javascript'}));
+const module = await import(window.code);
 module.default.render({model, el: document.getElementById('out')});
 window.ready = true;
 </script></body></html>"""

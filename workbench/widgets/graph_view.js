@@ -33,7 +33,8 @@ function inspect(graph, chosen, go) {
 const COLUMNS = ['order', 'name', 'op', 'type', 'ne', 'bytes', 'sources'];
 const cells = (r, tensors) => [r.tag, r.name, r.op || 'leaf', r.type, dims(r), r.bytes.toLocaleString('en'),
   r.src.map(s => s === null ? '·' : tensors[s].tag).join(', ')];
-const wordsOf = r => [r.tag, r.name, r.op || 'leaf', r.type, dims(r), r.layer === null ? '' : `layer ${r.layer}`, r.storage, ...r.flags].join(' ').toLowerCase();
+const exact = text => text.toLowerCase().replace(/\b(layer|node|leaf)\s+(\d+)/g, '$1=$2;');   // "layer 3" is not layer 13
+const wordsOf = r => exact([r.tag, r.name, r.op || 'leaf', r.type, dims(r), r.layer === null ? '' : `layer ${r.layer}`, r.storage, ...r.flags].join(' '));
 function render({model, el, signal}) {
   const graph = model.get('graph'), {tensors} = graph.data, words = tensors.map(wordsOf);
   const get = name => model.get(name);
@@ -119,7 +120,7 @@ function render({model, el, signal}) {
     say.textContent = r ? `${said(r)}${r.op ? ` = ${r.op}` : ''}, ${r.type} ${dims(r)}: ${r.why}` : chosen[0] === 'b' ? `${block.name}: ${block.folded}. Enter ${isOpen(graph, get('opened'), +chosen.slice(1)) ? 'folds' : 'opens'} it.` : 'Nothing chosen yet.';
   };
   const find = () => {
-    const query = get('query'), terms = query.toLowerCase().split(/\s+/).filter(Boolean);
+    const query = get('query'), terms = exact(query).split(/\s+/).filter(Boolean);
     if (search.value !== query) search.value = query;
     hits = terms.length ? new Set(tensors.keys().filter(i => terms.every(t => words[i].includes(t)))) : null;
     rows.forEach((row, i) => { row.hidden = !!hits && !hits.has(i); });

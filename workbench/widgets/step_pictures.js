@@ -59,7 +59,7 @@ function expandPicture(trace, k) {
     const large = made.height > 900 || made.width > 1300;
     const view = svg('svg', {class: 'wb-sheet', 'aria-hidden': 'true', viewBox: `-8 -8 ${made.width + 16} ${made.height + 16}`,
       style: `aspect-ratio: ${large ? '4 / 3' : `${made.width + 16} / ${made.height + 16}`}`}, made.root);
-    scenes.set(trace, {...made, view, badges, large, looks: new Map()});
+    scenes.set(trace, {...made, view, badges, large, looks: new Map(), kinds: new Map([...made.boxes.values()].flat().map(g => [g, g.getAttribute('class')]))});
   }
   const made = scenes.get(trace), s = stateAt(trace, k), place = new Map();
   s.stack.forEach((t, i) => place.set(t, ['wb-stacked', `stack ${i + 1}`]));
@@ -69,13 +69,10 @@ function expandPicture(trace, k) {
     const [kind, text] = place.get(t) ?? ['wb-ahead', ''], look = `${kind} ${text} ${t === s.now}`;
     if (made.looks.get(t) === look) continue;      // only what differs from the picture before is touched
     made.looks.set(t, look);
-    for (const g of nodes) {
-      for (const c of ['wb-stacked', 'wb-recorded', 'wb-ahead']) g.classList.toggle(c, c === kind);
-      g.classList.toggle('wb-on', t === s.now);
-    }
+    for (const g of nodes) g.setAttribute('class', `${made.kinds.get(g)} ${kind}${t === s.now ? ' wb-on' : ''}`);
     if (made.badges.has(t)) made.badges.get(t).textContent = text;
   }
-  for (const [a, b, node] of made.lines) node.classList.toggle('wb-out', a === s.now && b === s.user);
+  for (const [a, b, node] of made.lines) node.setAttribute('class', a === s.now && b === s.user ? 'wb-line wb-out' : 'wb-line');
   if (made.large) {
     const card = made.boxes.get(s.now)?.[0]?.querySelector('rect'), w = Math.min(made.width + 16, 900);
     if (card) made.view.setAttribute('viewBox', `${+card.getAttribute('x') + 95 - w / 2} ${+card.getAttribute('y') - w * 0.375} ${w} ${w * 0.75}`);
