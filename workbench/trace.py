@@ -24,6 +24,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     "place": ("tensor", "buffer", "chunk", "offset", "bytes"),
     "reuse": ("tensor", "parent"),
     "free": ("tensor",),
+    "backend": ("backend", "device", "memory", "host"),  # who is meant by a number; host: the host sees this memory
     "stage": ("stage",),  # a pass of the scheduler, or a sweep of it, begins
     "assign": ("stage", "tensor", "backend", "cause"),  # backend -1: none
     "split": ("backend", "first", "cause"),  # a split begins at this node of the graph
@@ -35,8 +36,8 @@ KINDS: dict[str, tuple[str, ...]] = {
     "task": ("node", "task", "thread", "first", "last"),  # rows first … last - 1 of a node, on one thread
     "launch": ("device", "count"),  # as many "queued" events follow
     "queued": ("name",),
-    "sync": ("device",),  # the host waits for a device
-    "set": ("memory", "name", "offset", "bytes"),  # host bytes into a buffer, at once
+    "sync": ("device",),  # the host waits for a device, from start to end
+    "set": ("memory", "name", "offset", "bytes"),  # host bytes into a buffer, while the host waits
     "get": ("memory", "name", "offset", "bytes"),
     "set_async": ("device", "name", "offset", "bytes"),
     "get_async": ("device", "name", "offset", "bytes"),
@@ -49,7 +50,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     "release": ("memory", "bytes"),
     "ask": ("name", "wanted"),  # an eval callback is asked whether it wants a node …
     "answer": ("name", "go_on"),  # … and whether to go on after it
-    "busy": ("device", "name"),  # start and end say when a device worked on it
+    "busy": ("device", "stream", "work", "name", "bytes"),  # start and end say when a stream worked; bytes: what a copy moved
     "token": ("index", "id"),
     "route": ("token", "layer", "rank", "expert"),
     "predict": ("token", "layer", "expert"),
@@ -59,7 +60,7 @@ KINDS: dict[str, tuple[str, ...]] = {
 }
 """Every kind of event with the names of its integers. A word such as a cause is the id of an interned string."""
 
-WORDS = frozenset({"cause", "stage", "device", "target", "memory", "name", "copy", "event"})
+WORDS = frozenset({"cause", "stage", "device", "stream", "work", "target", "memory", "name", "copy", "event"})
 """Fields whose integer is the id of a string of the trace."""
 
 

@@ -137,19 +137,22 @@ def write_tensor(tensor: Tensor, data: np.ndarray, offset: int = 0, trace: Trace
     storage = tensor.require_data()
     if not data.nbytes:
         return
-    if trace is not None:
-        kind = buffer_type_of(storage)
-        trace.add("set", kind.now, memory=kind.name, name=tensor.name, offset=offset, bytes=data.nbytes)
+    kind = buffer_type_of(storage)
+    start = kind.now
     storage.write(tensor.offset + offset, data)
+    if trace is not None:
+        trace.add("set", start, kind.now, memory=kind.name, name=tensor.name, offset=offset, bytes=data.nbytes)
 
 
 def read_tensor(tensor: Tensor, trace: Trace | None = None) -> np.ndarray:
     """The bytes of a tensor, at once (`ggml_backend_tensor_get`)."""
     storage = tensor.require_data()
+    kind = buffer_type_of(storage)
+    start = kind.now
+    data = storage.read(tensor.offset, tensor.nbytes)
     if trace is not None and tensor.nbytes:
-        kind = buffer_type_of(storage)
-        trace.add("get", kind.now, memory=kind.name, name=tensor.name, offset=0, bytes=tensor.nbytes)
-    return storage.read(tensor.offset, tensor.nbytes)
+        trace.add("get", start, kind.now, memory=kind.name, name=tensor.name, offset=0, bytes=tensor.nbytes)
+    return data
 
 
 def copy_tensor(tensor: Tensor, copy: Tensor, trace: Trace | None = None) -> None:

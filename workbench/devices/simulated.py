@@ -120,9 +120,10 @@ class DeviceBuffer:
         """Copy between two buffers of devices without the host (`cpy_tensor` of a buffer); False where there is no such way."""
         if not self.buffer_type.copies_buffers:
             return False
-        if trace is not None:
-            trace.add("copy_buffer", self.buffer_type.now, memory=self.name, name=tensor.name, copy=copy.name, bytes=tensor.nbytes, done=1)
+        start = self.buffer_type.now
         self.buffer_type.transfer(tensor.nbytes)
+        if trace is not None:
+            trace.add("copy_buffer", start, self.buffer_type.now, memory=self.name, name=tensor.name, copy=copy.name, bytes=tensor.nbytes, done=1)
         _move(tensor, copy)
         return True
 
@@ -229,7 +230,7 @@ class SimulatedEvent:
 
     def synchronize(self) -> None:
         """Let the host wait for the mark."""
-        self.device.note("event_sync", event=self.name)
+        self.device.note("event_sync", max(self.time, self.device.machine.now), event=self.name)
         self.device.machine.reach(self.time)
 
 
@@ -319,17 +320,18 @@ class SimulatedDevice(Backend):
     def trace(self, trace: Trace | None) -> None:
         self.machine.trace = trace
 
-    def note(self, kind: str, **fields: Any) -> None:
-        """Record a call."""
+    def note(self, kind: str, end: int | None = None, **fields: Any) -> None:
+        """Record a call, and when the host goes on after it."""
         if self.trace is not None:
-            self.trace.add(kind, self.machine.now, **fields)
+            self.trace.add(kind, self.machine.now, end, **fields)
 
-    def _ask(self, ns: int, name: str, effect: Callable[[], Any]) -> None:
-        """Put work of `ns` nanoseconds behind what was asked for so far."""
+    def _ask(self, ns: int, name: str, effect: Callable[[], Any], copied: int | None = None) -> None:
+        """Put work of `ns` nanoseconds behind what was asked for so far; `copied`: the bytes of a copy."""
         start = max(self.free_at, self.machine.now)
         self.free_at = start + ns
         if self.trace is not None:
-            self.trace.add("busy", start, self.free_at, device=self.name, name=name)
+            work = "compute" if copied is None else "copy"
+            self.trace.add("busy", start, self.free_at, device=self.name, stream="compute", work=work, name=name, bytes=copied or 0)
         self.machine.ask(self.free_at, effect, self)
         if not self.waits:  # no stream: the host does the work itself, or stands beside it
             self.machine.reach(self.free_at)
@@ -357,7 +359,7 @@ class SimulatedDevice(Backend):
         self.note("set_async", device=self.name, name=tensor.name, offset=offset, bytes=data.nbytes)
         start = tensor.offset + offset
         target = tensor.require_data().device_bytes()[start : start + data.nbytes]
-        self._ask(self.speed.transfer_ns(data.nbytes), tensor.name, lambda: np.copyto(target, data))
+        self._ask(self.speed.transfer_ns(data.nbytes), tensor.name, lambda: np.copyto(target, data), data.nbytes)
         return None
 
     def get_async(self, tensor: Tensor) -> np.ndarray:
@@ -367,7 +369,7 @@ class SimulatedDevice(Backend):
         self.note("get_async", device=self.name, name=tensor.name, offset=0, bytes=tensor.nbytes)
         source = tensor.require_data().device_bytes()[tensor.offset : tensor.offset + tensor.nbytes]
         out = np.full(tensor.nbytes, FRESH, np.uint8)
-        self._ask(self.speed.transfer_ns(tensor.nbytes), tensor.name, lambda: np.copyto(out, source))
+        self._ask(self.speed.transfer_ns(tensor.nbytes), tensor.name, lambda: np.copyto(out, source), tensor.nbytes)
         return out
 
     def copy_async(self, source: Backend, tensor: Tensor, copy: Tensor) -> bool:
@@ -380,7 +382,7 @@ class SimulatedDevice(Backend):
             assert isinstance(source, SimulatedDevice)
             self._count_copy(copy)
             self.free_at = max(self.free_at, source.free_at)  # it starts when what the source has to do is done
-            self._ask(self.speed.transfer_ns(tensor.nbytes), copy.name, lambda: _move(tensor, copy))
+            self._ask(self.speed.transfer_ns(tensor.nbytes), copy.name, lambda: _move(tensor, copy), tensor.nbytes)
             source.free_at = max(source.free_at, self.free_at)  # and the source may not overwrite it before
         return done
 
@@ -412,7 +414,7 @@ class SimulatedDevice(Backend):
     def synchronize(self) -> None:
         """Let the host wait until the device is done."""
         if self.waits:
-            self.note("sync", device=self.name)
+            self.note("sync", max(self.free_at, self.machine.now), device=self.name)
             self.machine.reach(self.free_at)
 
 

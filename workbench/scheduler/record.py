@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 from workbench.cgraph import CGraph, to_dict
 from workbench.cgraph.serial import all_tensors
+from workbench.devices.backend import Backend, BufferType
+from workbench.execution.allocator import GraphAllocator
 from workbench.scheduler.passes import Decision
 from workbench.scheduler.splits import Step
 from workbench.tensors.tensor import Tensor
@@ -16,11 +18,25 @@ if TYPE_CHECKING:
     from workbench.scheduler.scheduler import Scheduler
 
 
+def placing(trace: Trace, tensors: list[Tensor], allocator: GraphAllocator) -> None:
+    """Record where the tensors of a recorded splitting lie in compute memory."""
+    for i, tensor in enumerate(tensors):
+        place = allocator.where(tensor)
+        if place is not None:
+            trace.add("place", tensor=i, buffer=place.buffer, chunk=place.chunk, offset=place.offset, bytes=place.size)
+
+
 def splitting(trace: Trace, graph: CGraph, by_hand: Mapping[Tensor, int], passes: Iterable[tuple[str, Iterator[Decision]]],
-              pass5: Iterator[Step]) -> None:  # fmt: skip
-    """Make all decisions and record each; the graph becomes the snapshot of the trace, whose ids the events use."""
+              pass5: Iterator[Step], backends: Iterable[Backend], types: Iterable[BufferType]) -> list[Tensor]:  # fmt: skip
+    """Make all decisions and record each; the graph becomes the snapshot of the trace, whose ids the events use.
+
+    Returns the tensors by id: those of the snapshot, then, one for each "copy" event, the copies.
+    """
     trace.graph = to_dict(graph)
-    ids = {t: i for i, t in enumerate(all_tensors(graph))}
+    tensors = all_tensors(graph)
+    ids = {t: i for i, t in enumerate(tensors)}
+    for i, (b, kind) in enumerate(zip(backends, types, strict=True)):
+        trace.add("backend", backend=i, device=b.name, memory=kind.name, host=kind.is_host)
     trace.add("stage", stage="usr")
     for tensor, b in by_hand.items():
         if tensor in ids:
@@ -36,10 +52,12 @@ def splitting(trace: Trace, graph: CGraph, by_hand: Mapping[Tensor, int], passes
         elif kind == "copy":
             for slot, copy in enumerate(detail):
                 trace.add("copy", tensor=ids[subject], backend=number, slot=slot, copy=copy.name)
+                tensors.append(copy)
         elif kind == "input":
             trace.add("input", tensor=ids[subject], backend=number)
         else:
             trace.add("rewrite", node=ids[subject], source=number, copy=detail.name)
+    return tensors
 
 
 def debug(scheduler: Scheduler, level: int) -> str:

@@ -6,8 +6,10 @@ with the copies and waits between them.
 
 from __future__ import annotations
 
+import gc
 import itertools
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from workbench.cgraph import CGraph
@@ -185,6 +187,7 @@ class Scheduler:
         self._assignment = self._fresh_assignment()
         self._copy = GraphCopy()
         self._graph: CGraph | None = None
+        self._recorded: list[Tensor] = []  # the tensors that a trace means by their number
         self._is_allocated = False
         self._is_reset = not self._user
 
@@ -223,6 +226,11 @@ class Scheduler:
         self._take_back(graph)
         self.n_splittings += 1
         self._is_reset = False
+        with collector_paused():
+            self._split(graph)
+        return self.splits
+
+    def _split(self, graph: CGraph) -> None:
         a, splitter = self._assignment, self._splitter
         if self.trace is None:
             for _, decisions in passes(a, graph, self.quirks):
@@ -231,14 +239,14 @@ class Scheduler:
             for _ in splitter.split(a, graph, self.slot):
                 pass
         else:
-            record.splitting(self.trace, graph, self._user, passes(a, graph, self.quirks), splitter.split(a, graph, self.slot))
+            steps = passes(a, graph, self.quirks), splitter.split(a, graph, self.slot)
+            self._recorded = record.splitting(self.trace, graph, self._user, *steps, self.backends, self.buffer_types)
         kept = self._optimize()
         splitter.commit()
         self._graph, self._copy = graph, splitter.graph_copy(a, graph, kept)
         graph.uid = next_uid()
         self._runtime.prepare(a, splitter)
         self._previous_ids, self._ids = self._ids, (self._copy.node_ids, self._copy.leaf_ids)
-        return self.splits
 
     def _take_back(self, graph: CGraph) -> None:
         owns, taken = self._allocator.owns, False
@@ -317,6 +325,8 @@ class Scheduler:
             allocator.alloc(copy)  # type: ignore[arg-type]
         self.n_reservations += allocator.n_reserved - plans
         self.n_reallocations += self._chunks() != sizes
+        if self.trace is not None:
+            record.placing(self.trace, self._recorded, allocator)
 
     def _chunks(self) -> list[list[int]]:
         return [self._allocator.chunk_sizes(i) for i in range(len(self.backends))]
@@ -372,6 +382,19 @@ class Scheduler:
 
     def __repr__(self) -> str:
         return f"<Scheduler over {', '.join(b.name for b in self.backends)}, {len(self.splits)} splits>"
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """Without Python's search for reference cycles, whose share grows with the number of objects alive: everything made
+    while a graph is split stays."""
+    paused = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if paused:
+            gc.enable()
 
 
 def _require_order(backend: Backend, before: list[Tensor], after: list[Tensor]) -> None:
