@@ -152,3 +152,14 @@ def test_the_picture_follows_the_graph():
     with context.active():
         one, other = layered_picture([ops.relu(a)], "x"), layered_picture([ops.silu(a)], "x")
     assert one.png != other.png and "RELU" in one.alt and "SILU" in other.alt
+
+
+def test_a_tensor_used_by_a_long_chain_keeps_the_picture_small():
+    context = Context(10**7, no_alloc=True)
+    with context.active():
+        x = ops.relu(context.new_tensor("f32", 4, name="a"))
+        y = x
+        for _ in range(400):
+            y = ops.add(y, x)
+    blocks = check_layout(graph_data(build(y)))
+    assert sum(len(line[3]) for block in blocks for line in block["lines"]) < 30 * 400 + 60 * 60 * 4

@@ -21,13 +21,14 @@ MAX_SIZE = 2**31 - 1
 CLASSES = [  # what an op does to numbers: letter, label, colour, ops
     ("M", "product with weights", OKABE_ITO[1], {"MUL_MAT", "MUL_MAT_ID", "OUT_PROD"}),
     ("R", "chooses or fetches rows", OKABE_ITO[0], {"ARGSORT", "TOP_K", "GET_ROWS", "SET_ROWS", "ARGMAX"}),
-    ("N", "adds up or normalises rows", OKABE_ITO[6], {"SOFT_MAX", "SUM_ROWS", "RMS_NORM", "NORM", "L2_NORM", "MEAN", "SUM", "CROSS_ENTROPY_LOSS"}),
+    ("N", "adds up or normalises rows", OKABE_ITO[6],
+     {"SOFT_MAX", "SUM_ROWS", "RMS_NORM", "NORM", "L2_NORM", "MEAN", "SUM", "CROSS_ENTROPY_LOSS"}),
     ("V", "view: no work", "#FFFFFF", {"VIEW", "RESHAPE", "PERMUTE", "TRANSPOSE"}),
     ("C", "copies", OKABE_ITO[3], {"CPY", "CONT", "DUP", "CONCAT", "REPEAT"}),
     ("E", "element by element", "#D9D9D9", set()),
 ]  # fmt: skip
-LEAFS = {"W": ("weights", OKABE_ITO[4]), "D": ("data without a flag", OKABE_ITO[4]), "I": ("input", OKABE_ITO[5]), "S": ("state: the graph writes into it", OKABE_ITO[7]),
-         "P": ("parameter to be trained", OKABE_ITO[2])}  # fmt: skip
+LEAFS = {"W": ("weights", OKABE_ITO[4]), "D": ("data without a flag", OKABE_ITO[4]), "I": ("input", OKABE_ITO[5]),
+         "S": ("state: the graph writes into it", OKABE_ITO[7]), "P": ("parameter to be trained", OKABE_ITO[2])}  # fmt: skip
 CHANNELS = ("op", "type", "storage", "bytes")
 VIRIDIS = ("#440154", "#46327e", "#365c8d", "#277f8e", "#1fa187", "#4ac16d", "#a0da39", "#fde725")
 CAUSES = {
@@ -76,7 +77,7 @@ def graph_data(graph: CGraph, title: str = "") -> dict[str, Any]:
     layers, causes = layers_of(graph), _causes(graph)
     written = {t.root() for t in graph.nodes if t.op in ("CPY", "SET_ROWS") and t.is_view}
     names = [_name(t, i, len(graph.leafs), n_held) for i, t in enumerate(tensors)]
-    records = []
+    records: list[dict[str, Any]] = []
     for i, t in enumerate(tensors):
         tag = f"leaf {i}" if i < len(graph.leafs) else f"node {i - len(graph.leafs)}" if i < n_held else "outside"
         records.append({
@@ -91,7 +92,7 @@ def graph_data(graph: CGraph, title: str = "") -> dict[str, Any]:
             if s is not None and s != i:
                 records[s]["users"].append(i)
     for i, record in enumerate(records):
-        kind, user, j = record["cause"]
+        kind, user, j = record["cause"]  # until here the words of `_causes`
         user_id = ids[user] if user is not None else None
         record["cause"] = CAUSES[kind].format(user="" if user_id is None else _said(records[user_id]), j=j)
         record["why"] = _why(i, records, len(graph.leafs))

@@ -11,7 +11,16 @@ from matplotlib.path import Path as Curve
 
 from workbench.views.figures import DPI, Picture, drawable, new_figure, picture
 from workbench.views.graph_data import CLASSES, LEAFS, as_graph, graph_data
-from workbench.views.graph_layout import CHIP_ROW, FOLDED, GAP_BLOCKS, HEAD, NAME_ROW, crossing_lines, graph_layout, stack
+from workbench.views.graph_layout import (
+    CHIP_ROW,
+    FOLDED,
+    GAP_BLOCKS,
+    HEAD,
+    NAME_ROW,
+    crossing_lines,
+    graph_layout,
+    stack,
+)
 from workbench.views.palette import ink_on
 
 STRIP = 28

@@ -20,6 +20,8 @@ FOLDED = (330, 66)
 MANY = 40
 """A graph of more tensors shows its leafs as chips in the boxes that use them."""
 SWEEPS = 12
+LONG = 60
+"""Ranks that a line may pass before it shares its way with others of the same source."""
 
 
 @dataclass(eq=False)
@@ -126,12 +128,14 @@ def _block(name: str, members: list[int], tensors: list[dict[str, Any]], home: d
     ports_out = {i: _Part(i, depth + 1, 0, 0) for i in outs}
     ranks[0] += ports_in.values()
     ranks[-1] += ports_out.values()
+    ways: dict[tuple[int, int], _Part] = {}
     shifts = {i: _entries(tensors[i]["src"], i, home) for i in members}
-    paths = [(s, i, j, _passages((parts if s in inside else ports_in)[s], parts[i], ranks, shifts[i][j])) for s, i, j in (*edges, *ins)]
-    paths += [(i, i, -1, _passages(parts[i], ports_out[i], ranks, 0)) for i in outs]
+    paths = [(s, i, j, _passages((parts if s in inside else ports_in)[s], parts[i], ranks, ways, shifts[i][j])) for s, i, j in (*edges, *ins)]
+    paths += [(i, i, -1, _passages(parts[i], ports_out[i], ranks, ways, 0)) for i in outs]
     _order(ranks)
     width, height = _place(ranks, HEAD if name else GAP_Y)
-    lines = [[s, i, j, _line(path, shifts[i][j] if j >= 0 else 0)] for s, i, j, path in paths]
+    drawn: set[int] = set()
+    lines = [[s, i, j, _line(path, shifts[i][j] if j >= 0 else 0, drawn)] for s, i, j, path in paths]
     boxes = [[i, *(round(v, 1) for v in (p.x - p.w / 2, p.y, p.w, p.h))] for i, p in parts.items()]
     return {"name": name, "w": round(width), "h": round(height), "boxes": boxes, "chips": {str(i): c for i, c in read.items() if c},
             "lines": lines, "ins": {str(s): round(p.x, 1) for s, p in ports_in.items()},
@@ -182,18 +186,24 @@ def _entries(src: list[int | None], i: int, home: dict[int, int]) -> dict[int, f
     return {j: k - (len(drawn) - 1) / 2 for k, j in enumerate(drawn)}
 
 
-def _passages(a: _Part, b: _Part, ranks: list[list[_Part]], shift: float) -> list[_Part]:
-    """The line from `a` to `b`: a place in every rank between, linked from rank to rank."""
+def _passages(a: _Part, b: _Part, ranks: list[list[_Part]], ways: dict[tuple[int, int], _Part], shift: float) -> list[_Part]:
+    """The line from `a` to `b`: a place in every rank between, linked from rank to rank; lines from one part share theirs."""
     path = [a]
     for r in range(a.rank + 1, b.rank):
-        ranks[r].append(_Part(a.tensor, r, 0, 0))
-        path.append(ranks[r][-1])
-    path.append(b)
-    for p, q in zip(path, path[1:]):
-        p.below.append(q)
-        q.above.append(p)
-    path[-2].lean[id(b)] = shift * 0.2
-    return path
+        place = ways.get((id(a), r))
+        if place is None:
+            place = ways[id(a), r] = _Part(a.tensor, r, 0, 0)
+            ranks[r].append(place)
+            _link(path[-1], place)
+        path.append(place)
+    _link(path[-1], b)
+    path[-1].lean[id(b)] = shift * 0.2
+    return [*path, b]
+
+
+def _link(p: _Part, q: _Part) -> None:
+    p.below.append(q)
+    q.above.append(p)
 
 
 # ---- order and position
@@ -286,10 +296,15 @@ def _settle(rank: list[_Part], up: bool, down: bool) -> None:
         p.x = next(places) + offset
 
 
-def _line(path: list[_Part], shift: float) -> list[float]:
-    """Points of a line: out of the box, along the places it passes, into the box where its source number belongs."""
-    points = [path[0].x, path[0].y + path[0].h]
-    for p in path[1:-1]:
+def _line(path: list[_Part], shift: float, drawn: set[int]) -> list[float]:
+    """Points of a line: out of the box, along the places it passes, into the box where its source number belongs.
+
+    A very long one begins where it leaves the lines drawn before, so that the picture stays small.
+    """
+    start = max((k for k, p in enumerate(path[:-1]) if id(p) in drawn), default=0) if len(path) > LONG else 0
+    drawn.update(id(p) for p in path[1:-1])
+    points = [] if start else [path[0].x, path[0].y + path[0].h]
+    for p in path[max(start, 1) : -1]:
         points += [p.x, p.y, p.x, p.y + p.h]
     points += [path[-1].x + shift * 26, path[-1].y]
     return [round(v, 1) for v in points]

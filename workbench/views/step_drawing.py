@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from matplotlib.patches import Rectangle
+from matplotlib.ticker import MaxNLocator
 
 from workbench.views.figures import Picture, new_figure, picture
 from workbench.views.graph_drawing import draw_graph, first_open
@@ -39,20 +40,19 @@ def _packing(trace: Steps, k: int, caption: str) -> Picture:
         look = style(t)
         y = bases[chunk] + offset
         axes.add_patch(Rectangle((start, y), end - start, size, fc=look.fill, ec="#222222", lw=0.6))
-        share = size / max(sum(trace["chunks"]), 1)
-        name = next((n for n in (trace["names"][t], trace["tags"][t].split()[-1]) if len(n) * 0.0125 < (end - start) / (trace["n_nodes"] + 1)), "")
+        share, letters = size / max(sum(trace["chunks"]), 1), (end - start) / (trace["n_nodes"] + 1) / 0.0125
+        name = next((n for n in (trace["names"][t], trace["tags"][t].split()[-1]) if len(n) < letters), "")
         if name and share > 0.03:
             axes.text((start + end) / 2, y + size / 2, name, ha="center", va="center", size=6.5, color=look.ink)
     high = sum(s["high"])
     axes.axhline(high, color="#D55E00", lw=1.3, ls="--")
     axes.set(xlim=(-1, trace["n_nodes"]), ylim=(0, max(high, 1) * 1.12), xlabel="time: the node being computed", ylabel="address in bytes")
     axes.yaxis.set_major_formatter("{x:,.0f}")
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.tick_params(labelsize=7.5)
-    axes.text(-0.8, high * 1.01, f"planned: {high:,} bytes; one place for each tensor would be {s['alone']:,} ({s['alone'] / max(high, 1):.1f} times as much)",
-              va="bottom", size=7.5)  # fmt: skip
-    alt = f"{trace['title']}: rectangles of address and time. Planned: {high:,} bytes; one place for each tensor would need {s['alone']:,} bytes."
-    return picture(figure, alt, caption)
+    said = f"planned: {high:,} bytes; one place for each tensor would be {s['alone']:,} ({s['alone'] / max(high, 1):.1f} times as much)"
+    axes.text(-0.8, high * 1.01, said, va="bottom", size=7.5)
+    return picture(figure, f"{trace['title']}: rectangles of address and time; {said}.", caption)
 
 
 def _plan(trace: Steps, k: int, caption: str) -> Picture:
@@ -65,11 +65,13 @@ def _plan(trace: Steps, k: int, caption: str) -> Picture:
     for job, part, thread, _, _, a, b in tasks:
         look, n = style(job), len(trace["nodes"][job]["parts"])
         axes.add_patch(Rectangle(((a - start) / 1e3, thread - 0.4), (b - a) / 1e3, 0.8, fc=look.fill, ec="#222222", lw=0.5))
-        text = next((x for x in (f"{trace['nodes'][job]['name']} {part + 1}/{n}", f"{part + 1}/{n}") if b - a > (end - start) * 0.0092 * len(x)), "")
+        letters, which = (b - a) / (end - start) / 0.0092, f"{part + 1}/{n}"
+        text = next((x for x in (f"{trace['nodes'][job]['name']} {which}", which) if len(x) < letters), "")
         axes.text(((a + b) / 2 - start) / 1e3, thread, text, ha="center", va="center", size=6.5, color=look.ink)
     axes.set(xlim=(0, max((end - start) / 1e3, 1e-3)), ylim=(trace["threads"] - 0.5, -0.5), xlabel="µs")
     axes.set_yticks(range(trace["threads"]), [f"thread {i}" for i in range(trace["threads"])], fontsize=7.5)
-    said = "; ".join(f"{trace['nodes'][t[0]]['name']} {t[1] + 1} of {len(trace['nodes'][t[0]]['parts'])} on thread {t[2]}" for t in tasks[:30])
+    nodes = trace["nodes"]
+    said = "; ".join(f"{nodes[t[0]]['name']} {t[1] + 1} of {len(nodes[t[0]]['parts'])} on thread {t[2]}" for t in tasks)
     return picture(figure, f"{trace['title']}: tasks over threads. {said}.", caption)
 
 

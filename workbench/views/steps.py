@@ -46,7 +46,8 @@ CAUSES = {
 """Every reason for a step of the steppers of this room."""
 
 
-def record_steps(decisions: Iterable[Any], describe: Callable[[Any], dict[str, Any] | None], title: str, kind: str = "list", **header: Any) -> Steps:
+def record_steps(decisions: Iterable[Any], describe: Callable[[Any], dict[str, Any] | None], title: str, kind: str = "list",
+                 **header: Any) -> Steps:  # fmt: skip
     """The steps of any generator of decisions. `describe` says what a decision is, or None where it is to be left out.
 
     It returns "event" ([kind, whole numbers…]), "sentence" and "cause", and may add "label" and "change" (does the state
@@ -122,14 +123,13 @@ def memory_steps(thing: Any, buffer_type: BufferType = HOST_MEMORY, title: str =
         facts.update({k: says[ids[v]] for k, v in facts.items() if isinstance(v, Tensor)})
         event = {"place": lambda: [rest[1], rest[2], facts["size"]], "reuse": lambda: [ids[rest[0]], facts["size"]],
                  "refuse": lambda: [ids[rest[0]]], "shrink": lambda: rest[1:4]}.get(kind, list)()  # fmt: skip
-        step = {"event": [kind, ids[t], *event, facts["at"]], "label": f"{kind} {says[ids[t]]}", "change": kind in ("place", "reuse", "free")}
-        return {**step, **_because(facts.pop("cause", kind), **{"t": says[ids[t]], **facts})}
+        change = kind in ("place", "reuse", "free")
+        return {"event": [kind, ids[t], *event, facts["at"]], "label": f"{kind} {says[ids[t]]}", "change": change,
+                **_because(facts.pop("cause", kind), **{"t": says[ids[t]], **facts})}  # fmt: skip
 
-    names = [r["tag"] for r in data["tensors"]]
-    slim = {"names": says, "tags": names, "n_nodes": len(graph.nodes), "last": {ids[t]: n for t, n in packing.last.items() if t in ids}}
-    steps = record_steps(decisions, describe, title, "packing", **slim)
-    folded = state(steps, len(steps["steps"]) - 1)
-    return {**steps, "chunks": folded["high"], "alone": folded["alone"], "last": {str(k): v for k, v in slim["last"].items()}}
+    steps = record_steps(decisions, describe, title, "packing", names=says, tags=[r["tag"] for r in data["tensors"]],
+                         n_nodes=len(graph.nodes), last={str(ids[t]): n for t, n in packing.last.items()})  # fmt: skip
+    return {**steps, "chunks": state(steps, len(steps["steps"]) - 1)["high"]}
 
 
 class _Packing:
@@ -193,7 +193,8 @@ def plan_steps(plan: Plan, recorded: Trace | None = None, title: str = "") -> St
     where = {job.at: i for i, job in enumerate(plan.jobs)}
     zero = min((e[3] for e in events), default=0)
     threads = plan.backend.n_threads
-    nodes = [{"name": shown(job.node.name), "tag": f"node {job.at}", "op": job.node.desc, "parts": [[p.start, p.stop] for p in job.parts]} for job in plan.jobs]
+    nodes = [{"name": shown(job.node.name), "tag": f"node {job.at}", "op": job.node.desc, "parts": [[p.start, p.stop] for p in job.parts]}
+             for job in plan.jobs]  # fmt: skip
     left = {i: len(job.parts) for i, job in enumerate(plan.jobs)}
 
     def describe(event: tuple[int, ...]) -> dict[str, Any]:
@@ -204,7 +205,7 @@ def plan_steps(plan: Plan, recorded: Trace | None = None, title: str = "") -> St
         facts = {"t": f"{node['tag']} {node['name']}", "op": node["op"], "part": part + 1, "parts": n, "first": first, "last": stop - 1,
                  "thread": thread, "others": "wait" if threads > 1 else "do not exist"}  # fmt: skip
         return {"event": ["task", job, part, thread, first, stop, start - zero, end - zero], "label": f"{node['name']} {part + 1}/{n}",
-                "change": n > 1 and part == 0, **_because("whole" if n == 1 else "last" if not left[job] else "chunk", **facts)}  # fmt: skip
+                "change": n > 1 and part == 0, **_because("chunk" if left[job] else "last" if n > 1 else "whole", **facts)}  # fmt: skip
 
     title = title or ("One recorded run of the plan" if recorded is not None else "The plan, simulated from counted operations and bytes")
     return record_steps(sorted(events, key=lambda e: (e[3], e[1])), describe, title, "plan", nodes=nodes, threads=threads)
@@ -278,7 +279,7 @@ def _list(s: dict[str, Any], event: list[Any]) -> None:
 
 
 _START: dict[str, Callable[[Steps], dict[str, Any]]] = {
-    "expand": lambda trace: {"stack": [], "visited": [], "nodes": [*trace["old"]["nodes"]], "leafs": [*trace["old"]["leafs"]], "now": -1, "user": -1},
+    "expand": lambda trace: {"stack": [], "visited": [], **{k: [*v] for k, v in trace["old"].items()}, "now": -1, "user": -1},
     "packing": lambda trace: {"live": {}, "gone": [], "high": [], "alone": 0, "now": -1, "at": -1},
     "plan": lambda trace: {"tasks": [], "job": -1},
     "list": lambda trace: {"events": []},

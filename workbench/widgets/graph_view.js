@@ -90,6 +90,9 @@ function render({model, el, signal}) {
     const [x, y, w, bh] = [place[0] * view.k + view.x, place[1] * view.k + view.y, place[2] * view.k, Math.min(place[3], 300) * view.k];
     view.x += Math.max(0, 40 - x) - Math.max(0, x + w + 40 - s.w);
     if (y < 30 || y + bh > s.h - 30) view.y += s.h / 2 - y - bh / 2;
+    const within = (at, length, room) => length > room ? Math.max(room - length - 24, Math.min(24, at)) : at;   // no empty half of a picture
+    view.x = within(view.x, now.width * view.k, s.w);
+    view.y = within(view.y, now.height * view.k, s.h);
     move();
   };
   // ---- drawing

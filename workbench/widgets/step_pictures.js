@@ -134,8 +134,8 @@ const TABLES = {
   packing(trace, s) {
     const rows = Object.entries(s.live).map(([t, [chunk, offset, size, from]]) => [chunk, offset, size, +t, from]).sort((a, b) => a[0] - b[0] || a[1] - b[1]);
     const used = rows.reduce((n, r) => n + r[2], 0), size = s.high.reduce((a, b) => a + b, 0);
-    return [['address', 'bytes', 'tensor', 'since', 'last use'], rows.map(([, offset, size, t, from]) => [number(offset), number(size), trace.names[t], from < 0 ? 'before' : `node ${from}`,
-      trace.last[t] === undefined ? '' : `node ${trace.last[t]}`]), `in use ${number(used)} bytes; buffer ${number(size)}; one place for each tensor would be ${number(s.alone)}`];
+    return [['address', 'bytes', 'tensor', 'nodes'], rows.map(([, offset, size, t, from]) => [number(offset), number(size), trace.names[t],
+      `${from < 0 ? 'start' : from} – ${trace.last[t] ?? 'end'}`]), `in use ${number(used)}, buffer ${number(size)}, one place for each ${number(s.alone)} bytes`];
   },
   plan(trace, s) {
     const node = trace.nodes[s.job], done = new Map(s.tasks.filter(t => t[0] === s.job).map(t => [t[1], t]));

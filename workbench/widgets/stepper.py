@@ -13,7 +13,6 @@ from workbench.views.step_drawing import steps_picture
 from workbench.views.tables import table
 from workbench.widgets.base import FOLDER, Shown, script
 
-
 STORED = 32
 """Steps in the stored picture; more would be too small to read."""
 
