@@ -1,4 +1,5 @@
 """`clean`: remove what can be made again."""
+import argparse
 import os
 import shutil
 import sys
@@ -6,11 +7,13 @@ from pathlib import Path
 
 from tools.run import TARGETS, root
 
+HELP = "remove .venv and caches; never your work/"
 CACHES = (".mypy_cache", ".ruff_cache", ".pytest_cache", ".hypothesis", "build", "dist")
 
 
 def main(argv: list[str]) -> int:
     """Remove .venv, .venv-train, caches and builds. `work/` is the learner's and stays."""
+    argparse.ArgumentParser(prog="python -m workbench clean", description=HELP).parse_args(argv)
     top = root()
     if os.name == "nt" and Path(sys.prefix).resolve() == (top / ".venv").resolve():
         print("Call this with your own Python: Windows cannot remove the one that runs.", file=sys.stderr)

@@ -59,7 +59,11 @@ def main(argv: list[str]) -> int:
     parser.add_argument("names", nargs="*", help="lessons by number or name (default: all)")
     args = parser.parse_args(argv)
     problems = []
-    for source in sources(args.names):
+    chosen = sources(args.names)
+    if args.names and not chosen:
+        print(f"no lesson {', '.join(args.names)}; there are {', '.join(s.stem for s in sources())}", file=sys.stderr)
+        return 2
+    for source in chosen:
         if args.action == "build":
             build(source)
         found = check(source)

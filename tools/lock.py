@@ -8,6 +8,7 @@ set-up prints beforehand; it is measured by installing each lock into a temporar
 """
 from __future__ import annotations
 
+import argparse
 import json
 import platform
 import re
@@ -71,7 +72,15 @@ def _mb(size: int) -> int:
 
 def main(argv: list[str]) -> int:
     """Resolve, then measure."""
-    resolve("--upgrade" in argv)
-    if "--no-sizes" not in argv:
-        measure()
+    parser = argparse.ArgumentParser(prog="python -m workbench lock", description="resolve the dependencies and rewrite locks/")
+    parser.add_argument("--upgrade", action="store_true", help="take newer versions, too")
+    parser.add_argument("--no-sizes", action="store_true", help="do not measure what the set-up will download and store")
+    args = parser.parse_args(argv)
+    try:
+        resolve(args.upgrade)
+        if not args.no_sizes:
+            measure()
+    except subprocess.CalledProcessError as e:
+        print(f"lock: {e.cmd[2]} stopped with status {e.returncode}; what it said is above", file=sys.stderr)
+        return 1
     return 0

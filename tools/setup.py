@@ -5,6 +5,7 @@ when a stamp shows that nothing changed, and ends by starting the same command a
 """
 from __future__ import annotations
 
+import argparse
 import hashlib
 import importlib.util
 import json
@@ -50,10 +51,15 @@ class Environment:
         """Whether the running interpreter is this environment's."""
         return Path(sys.prefix).resolve() == self.folder.resolve()
 
+    def whole(self) -> bool:
+        """Whether the interpreter is there and is the environment's own: without `pyvenv.cfg` it would be the Python that
+        made it, and pip would install into that one."""
+        return self.python.exists() and (self.folder / "pyvenv.cfg").is_file()
+
     def installed(self) -> dict[str, object]:
-        """What the stamp says; empty when there is none or the interpreter is gone."""
+        """What the stamp says; empty when there is none or the environment is broken."""
         try:
-            return dict(json.loads(self.stamp.read_text("utf-8"))) if self.python.exists() else {}
+            return dict(json.loads(self.stamp.read_text("utf-8"))) if self.whole() else {}
         except (OSError, ValueError):
             return {}
 
@@ -76,11 +82,12 @@ def stamp_for(root: Path, lock: str, cuda: bool) -> dict[str, object]:
 
 def main(argv: list[str]) -> int:
     """`setup`: make or update .venv and start nothing; `setup dev` for what developers and CI need."""
-    lock = next((a for a in argv if a in LOCKS), "main")
-    rest = ensure(lock, "setup", argv)
-    if unknown := [a for a in rest if a not in LOCKS]:
-        print(f"usage: python -m workbench setup [{'|'.join(LOCKS)}] [--without-cuda] (not {' '.join(unknown)})")
-        return 2
+    parser = argparse.ArgumentParser(prog="python -m workbench setup", description="only set up .venv; start nothing")
+    parser.add_argument("lock", nargs="?", choices=LOCKS, default="main", help="for learners, for tests, for developers")
+    parser.add_argument("--without-cuda", action="store_true", help="leave CuPy out (and stay without it)")
+    parser.add_argument("--with-cuda", action="store_true", help="add CuPy after --without-cuda")
+    lock = parser.parse_args([a for a in argv if a != "--here"]).lock
+    ensure(lock, "setup", argv)
     print(f"{sys.prefix} holds all of locks/{lock}.txt.")
     return 0
 
@@ -159,10 +166,11 @@ def install(root: Path, env: Environment, lock: str, cuda: bool) -> None:
     started = time.monotonic()
     have = _venv_python(env)
     if have is None or have != "%d.%d" % sys.version_info[:2]:
-        if env.active():
-            raise SetupError(f"{env.folder} was made for Python {have}; call the workbench with your own Python again.")
+        if env.folder in Path(sys.executable).parents:
+            raise SetupError(f"{env.folder} must be made anew (it is for Python {have or '?'}), but its own Python runs this.",
+                             hint="call the workbench with your own Python: python3 -m workbench setup")
         if env.folder.exists():
-            print(f"  replacing the old environment (it was made for Python {have or '?'})", flush=True)
+            print(f"  replacing the old environment (for Python {have or '?'})", flush=True)
             shutil.rmtree(env.folder)
         create(env)
     env.stamp.unlink(missing_ok=True)
@@ -208,7 +216,7 @@ def start_again(env: Environment, command: str, argv: list[str]) -> None:
 
 def _pip(env: Environment, wanted: Path) -> None:
     log = env.folder / "workbench-setup.log"
-    line = [str(env.python), "-m", "pip", "install", "--disable-pip-version-check", "--no-input", "--require-hashes",
+    line = [str(env.python), "-m", "pip", "--require-virtualenv", "install", "--disable-pip-version-check", "--no-input", "--require-hashes",
             "--only-binary=:all:", "--progress-bar=off", "-r", str(wanted)]
     tail: list[str] = []
     fetched = 0
@@ -232,7 +240,7 @@ def _pip(env: Environment, wanted: Path) -> None:
 
 def _venv_python(env: Environment) -> str | None:
     """The Python version an environment was made for, if its interpreter still runs."""
-    if not env.python.exists():
+    if not env.whole():
         return None
     asked = subprocess.run([str(env.python), "-c", "import sys; print('%d.%d' % sys.version_info[:2])"],
                            capture_output=True, text=True)

@@ -1,5 +1,6 @@
 """The set-up: what it announces, when it does nothing, what it leaves out; without a network and without installing."""
 import json
+import os
 import re
 import subprocess
 import sys
@@ -41,6 +42,7 @@ def environment(tmp_path, **stamp) -> setup.Environment:
     env = setup.Environment(tmp_path / ".venv")
     env.python.parent.mkdir(parents=True)
     env.python.write_text("")
+    (env.folder / "pyvenv.cfg").write_text(f"home = {Path(sys.base_prefix) / 'bin'}\ninclude-system-site-packages = true\n")
     env.stamp.write_text(json.dumps(setup.stamp_for(ROOT, "test", True) | stamp))
     return env
 
@@ -61,6 +63,28 @@ def test_a_broken_or_missing_stamp_is_no_stamp(tmp_path):
     assert env.installed() == {} and not env.current(ROOT, "main", True)
     env.stamp.unlink()
     assert not env.current(ROOT, "main", True)
+
+
+def test_an_environment_without_its_configuration_is_none(tmp_path):
+    """Its interpreter would be the Python that made it, and pip would change that one."""
+    env = environment(tmp_path)
+    env.python.unlink()
+    env.python.symlink_to(sys.executable)
+    assert setup._venv_python(env)
+    (env.folder / "pyvenv.cfg").unlink()
+    assert env.installed() == {} and setup._venv_python(env) is None
+    with pytest.raises(setup.SetupError, match="virtualenv"):
+        setup._pip(env, tmp_path / "lock.txt")
+
+
+@pytest.mark.parametrize("command", ["clean", "setup", "lock", "doctor", "lab", "size", "lessons"])
+def test_unknown_arguments_and_pleas_for_help_do_nothing_else(command):
+    for argument, status in (("--bogus", 2), ("--help", 0)):
+        code = f"import sys; from workbench.cli import main; sys.exit(main({[command, argument]!r}))"
+        run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, encoding="utf-8", cwd=ROOT,
+                             env={**os.environ, "WORKBENCH_HERE": "1"})
+        assert run.returncode == status and f"usage: python -m workbench {command}" in run.stdout + run.stderr, run.stderr
+        assert "Traceback" not in run.stderr
 
 
 def test_without_cuda_is_remembered(tmp_path, monkeypatch):

@@ -49,6 +49,7 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     try:
         if checkout and lock and not {"-h", "--help"} & set(rest):
+            _early_check(module, rest)
             rest = importlib.import_module("tools.setup").ensure(lock, command, rest)
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, io.TextIOWrapper):    # a terminal that lacks a character gets it escaped
@@ -69,6 +70,16 @@ def _exists(module: str) -> bool:
         return importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:
         return False
+
+
+def _early_check(module: str, argv: list[str]) -> None:
+    """Refuse wrong arguments before minutes of set-up, where a module's `parser` can be had without packages."""
+    try:
+        make = getattr(importlib.import_module(module), "parser", None)
+    except ImportError:
+        return
+    if make is not None:
+        make().parse_args(argv)
 
 
 def usage() -> str:

@@ -1,6 +1,7 @@
 """`doctor`: what this machine has, and what to do about what it lacks. Works in any Python, inside .venv or outside."""
 from __future__ import annotations
 
+import argparse
 import importlib
 import importlib.util
 import os
@@ -32,9 +33,7 @@ class Finding:
 
 def main(argv: list[str]) -> int:
     """Print the report; 1 when something is missing that the lessons need."""
-    if {"-h", "--help"} & set(argv):
-        print(f"usage: python -m workbench doctor\n\n{HELP}")
-        return 0
+    argparse.ArgumentParser(prog="python -m workbench doctor", description=HELP).parse_args(argv)
     findings = examine()
     for f in findings:
         mark = "ok" if f.good else "MISSING" if f.needed else "-"

@@ -23,27 +23,39 @@ HELP = "open the lessons in JupyterLab"
 ORIGINS = ".origins.json"               # copy -> digest of the lesson it was made from
 
 
+def parser() -> argparse.ArgumentParser:
+    """What `lab` takes; asked before anything is set up."""
+    p = argparse.ArgumentParser(prog="python -m workbench lab", description=HELP)
+    p.add_argument("--fresh", metavar="NAME", help="a fresh copy of one lesson (03, or its name); yours is kept")
+    p.add_argument("--work", type=Path, help="where your copies live (default: work/ beside the checkout)")
+    p.add_argument("--no-browser", action="store_true", help="only print the address")
+    p.add_argument("--port", type=_port, metavar="1-65535", help="default: the first free one from 8888 on")
+    p.add_argument("--without-cuda", action="store_true", help="set up without CuPy (137 MB)")
+    p.add_argument("--with-cuda", action="store_true", help="add CuPy after --without-cuda")
+    p.add_argument("--here", action="store_true", help="use this Python as it is, set nothing up")
+    return p
+
+
 def main(argv: list[str]) -> int:
     """Bring `work/` up to date and start JupyterLab on lesson 00."""
-    parser = argparse.ArgumentParser(prog="python -m workbench lab", description=HELP)
-    parser.add_argument("--fresh", metavar="NAME", help="a fresh copy of one lesson (03, or its name); yours is kept")
-    parser.add_argument("--work", type=Path, help="where your copies live (default: work/ beside the checkout)")
-    parser.add_argument("--no-browser", action="store_true", help="only print the address")
-    parser.add_argument("--port", type=int, help="default: the first free one from 8888 on")
-    parser.add_argument("--without-cuda", action="store_true", help="set up without CuPy (137 MB)")
-    parser.add_argument("--here", action="store_true", help="use this Python as it is, set nothing up")
-    args = parser.parse_args(argv)
+    args = parser().parse_args(argv)
     root = paths.checkout()
     work = (args.work or (root or Path.cwd()) / "work").resolve()
     try:
-        lessons = paths.notebooks_dir()
+        if args.port and not is_free(args.port):    # else the other's answers would be taken for ours
+            raise ValueError(f"port {args.port} is taken, or not ours to take: leave --port out, or name another")
+        port = args.port or free_port()
+        lessons = _lessons()
         new = fresh(lessons, work, args.fresh) if args.fresh else []
-    except (FileNotFoundError, ValueError) as error:
-        print(error, file=sys.stderr)
+        new += update(lessons, work)
+    except ValueError as error:
+        print(f"lab: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"lab: {error}\n  Your copies go to {work}: --work FOLDER names another place.", file=sys.stderr)
         return 1
-    new += update(lessons, work)
     _trust(work, new)
-    return start(work, root, args.port, args.no_browser)
+    return start(work, root, port, args.no_browser)
 
 
 def update(lessons: Path, work: Path) -> list[str]:
@@ -98,9 +110,8 @@ def fresh(lessons: Path, work: Path, wanted: str) -> list[str]:
     return [name]
 
 
-def start(work: Path, root: Path | None, port: int | None, no_browser: bool) -> int:
+def start(work: Path, root: Path | None, port: int, no_browser: bool) -> int:
     """Start JupyterLab, say where it is, and stay until it ends."""
-    port = port or free_port()
     first = next(iter(sorted(work.glob("00*.ipynb")) or sorted(work.glob("*.ipynb"))), None)
     token = os.environ.get("JUPYTER_TOKEN") or secrets.token_hex(16)
     page = f"/lab/tree/{first.name}" if first else "/lab"
@@ -132,6 +143,13 @@ def start(work: Path, root: Path | None, port: int | None, no_browser: bool) -> 
     return 0
 
 
+def _lessons() -> Path:
+    try:
+        return paths.notebooks_dir()
+    except FileNotFoundError as error:
+        raise ValueError(str(error)) from None
+
+
 def has_browser() -> bool:
     """Whether there is a graphical browser to open."""
     if sys.platform.startswith("linux") and not (os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")):
@@ -146,15 +164,27 @@ def has_browser() -> bool:
 def free_port(first: int = 8888) -> int:
     """The first port from `first` on that nobody listens on."""
     for port in range(first, first + 100):
-        with socket.socket() as probe:
-            if os.name != "nt":
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(("127.0.0.1", port))
-                return port
-            except OSError:
-                continue
-    raise OSError(f"no free port from {first} to {first + 99}: name one with --port")
+        if is_free(port):
+            return port
+    raise ValueError(f"no free port from {first} to {first + 99}: name one with --port")
+
+
+def is_free(port: int) -> bool:
+    """Whether nobody listens on this port of this machine, and we may."""
+    with socket.socket() as probe:
+        if os.name != "nt":
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or not 0 < int(text) < 2**16:
+        raise argparse.ArgumentTypeError(f"{text!r} is no port: a number from 1 to 65535")
+    return int(text)
 
 
 def _answers(server: subprocess.Popen[bytes], port: int, seconds: float = 60) -> bool:
