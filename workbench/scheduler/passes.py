@@ -35,6 +35,7 @@ CAUSES = {
     "4.vsrc": "a view lives where the tensor lives whose memory it shows",
     "4.cur": "the node that reads it runs there",
     "4.own": "it writes into memory that lies there (a repair: ggml leaves this to the caller)",
+    "4.rest": "nothing reads it, so the CPU keeps it (a repair)",
     "4.cpy": "it is a copy made for another backend",
 }
 """Why a tensor belongs to a backend: ggml's short names (`SET_CAUSE`) with the sentence. `1.wgt` ends in the source's index."""
@@ -271,6 +272,9 @@ def settle(a: Assignment, graph: CGraph) -> Iterator[Decision]:
 
     Raises UnsupportedOp where no backend can compute all nodes that write into one tensor.
     """
+    for leaf in graph.leafs:
+        if a.of.get(leaf, -1) == -1:
+            yield a.decide("pass4", leaf, a.last, "4.rest")
     views = [n for n in graph.nodes if n.view_src is not None]
     writers: dict[Tensor, list[Tensor]] = {}
     for node in computed(views):

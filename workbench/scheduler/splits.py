@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from workbench.cgraph import CGraph
 from workbench.cgraph.graph import next_uid
@@ -26,7 +26,7 @@ Step = tuple[str, Any, int, Any]
 ("input", original, backend, Split) or ("rewrite", node, source index j, copy)."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Split:
     """A run of nodes for one backend (`ggml_backend_sched_split`): nodes first … last - 1 of the graph; `inputs` are the
     original tensors that are copied in before it runs, `copies` what they become, one per slot; `nodes` are what its backend
@@ -41,8 +41,7 @@ class Split:
     uid: int = field(default_factory=next_uid)
 
 
-@dataclass(frozen=True)
-class Rewrite:
+class Rewrite(NamedTuple):
     """Source `j` of `node` is `original`, and `copy` while the graph is split."""
 
     node: Tensor
@@ -60,16 +59,6 @@ class GraphCopy:
     node_ids: list[int] = field(default_factory=list)
     leafs: list[Tensor] = field(default_factory=list)
     leaf_ids: list[int] = field(default_factory=list)
-
-    def add_node(self, tensor: Tensor, backend: int) -> None:
-        """Append a node."""
-        self.nodes.append(tensor)
-        self.node_ids.append(backend)
-
-    def add_leaf(self, tensor: Tensor, backend: int) -> None:
-        """Append a leaf."""
-        self.leafs.append(tensor)
-        self.leaf_ids.append(backend)
 
     def require_open(self) -> None:
         """Raise ContextClosed where a context of one of its tensors was closed."""
@@ -128,19 +117,20 @@ class Splitter:
         self._begin(slot)
         index = {node: i for i, node in enumerate(graph.nodes)}
         nodes = computed(graph.nodes)
+        of, several = a.of, self.n_copies > 1
         if nodes:
-            self._first = a.of[nodes[0]]
+            self._first = of[nodes[0]]
         current = self._open(self._first, 0)
         yield "split", current, current.backend, "the first node"
         for node in nodes:
-            b = a.of[node]
+            b = of[node]
             cause = "the next node runs on another backend" if b != current.backend else self._why_cut(a, current, node)
             if cause:
                 current.last = index[node]
                 current = self._open(b, index[node])
                 yield "split", current, b, cause
             for j, source in enumerate(node.src):
-                if source is not None and (a.of[source] != b or self.n_copies > 1):
+                if source is not None and (several or of[source] != b and not a.reads(b, source)):
                     yield from self._read(a, current, node, j, source)
             if node.view_src is not None and self._copied and not self.quirks:
                 for key in self._copied.pop(node.view_src, ()):
@@ -176,7 +166,7 @@ class Splitter:
         home, b = a.of[source], split.backend
         if self.n_copies > 1 and int(source.flags) & int(Flag.INPUT) and (source, home) not in self.copies:
             yield self._rotate(a, source, home)
-        if home == b or a.reads(b, source):
+        if self.n_copies > 1 and (home == b or a.reads(b, source)):
             return
         copies = self.copies.get((source, b))
         if copies is None:
@@ -215,28 +205,26 @@ class Splitter:
     def graph_copy(self, a: Assignment, graph: CGraph, kept: dict[Tensor, list[Tensor]] | None = None) -> GraphCopy:
         """Per split its inputs, each with a mark that keeps the original, then its nodes. `kept`: tensors whose memory must not
         be given away before the node that is the key; a backend may ask for that."""
-        out = GraphCopy()
+        of, slot = a.of, self.slot
+        nodes, node_ids, leafs, leaf_ids = list[Tensor](), list[int](), list[Tensor](), list[int]()
         for split in self.splits:
             for tensor, copies in zip(split.inputs, split.copies, strict=True):
-                out.add_node(_keeper([tensor]), a.of[tensor])
-                out.add_node(copies[self.slot], split.backend)
-            if not kept:
-                out.nodes += split.nodes
-                out.node_ids += map(a.of.__getitem__, split.nodes)
-                continue
+                nodes += _keeper([tensor]), copies[slot]
+                node_ids += of[tensor], split.backend
             for node in split.nodes:
-                out.add_node(node, a.of[node])
-                tensors = kept.get(node, [])
-                for i in range(0, len(tensors), MAX_SRC):
-                    out.add_node(_keeper(tensors[i : i + MAX_SRC]), split.backend)
+                nodes.append(node)
+                node_ids.append(of[node])
+                if kept and node in kept:
+                    for i in range(0, len(kept[node]), MAX_SRC):
+                        nodes.append(_keeper(kept[node][i : i + MAX_SRC]))
+                        node_ids.append(split.backend)
         if self.n_copies > 1:  # all slots are leafs, so that each has its place before anything runs
-            rotated = [(a.of[t], self.copies[t, a.of[t]]) for t in self.graph_inputs]
+            rotated = [(of[t], self.copies[t, of[t]]) for t in self.graph_inputs]
             for b, copies in (*rotated, *((s.backend, c) for s in self.splits for c in s.copies)):
-                for copy in copies:
-                    out.add_leaf(copy, b)
-        for leaf in graph.leafs:
-            out.add_leaf(leaf, a.of.get(leaf, -1))
-        return out
+                leafs += copies
+                leaf_ids += [b] * len(copies)
+        leaf_ids += [of.get(leaf, -1) for leaf in graph.leafs]
+        return GraphCopy(nodes, node_ids, leafs + graph.leafs, leaf_ids)
 
 
 def _keeper(tensors: list[Tensor]) -> Tensor:
