@@ -45,6 +45,9 @@ class Flag(enum.IntFlag):
     COMPUTE = 16
 
 
+_NO_FLAG = Flag(0)
+
+
 def extents(ne: tuple[int, ...] | list[int]) -> Extents:
     """`ne` filled up to four dimensions with ones. Raises ShapeError for more than four, or for negative or broken ones."""
     if not 1 <= len(ne) <= MAX_DIMS:
@@ -83,7 +86,7 @@ class Tensor:
         self.op, self.spec, self.src, self.params = op, spec, src, params or {}
         self.view_src: Tensor | None = view_src
         self.view_offs: int = view_offs
-        self.flags, self.name, self.context = Flag(0), name, context
+        self.flags, self.name, self.context = _NO_FLAG, name, context
         self._storage: Storage | None = None
         self._offset = 0
 
@@ -311,7 +314,8 @@ class Tensor:
 
     def named(self, name: str) -> Tensor:
         """Set the name, cut to 63 bytes as ggml cuts it (`ggml_set_name`); returns the tensor."""
-        self.name = name.encode("utf-8", "surrogateescape")[: MAX_NAME - 1].decode("utf-8", "ignore")
+        short = name.isascii() and len(name) < MAX_NAME
+        self.name = name if short else name.encode("utf-8", "surrogateescape")[: MAX_NAME - 1].decode("utf-8", "ignore")
         return self
 
     @property
