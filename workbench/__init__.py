@@ -14,7 +14,7 @@ _HOMES = {  # public name -> the room that holds it
     **dict.fromkeys(["Context", "DType", "Flag", "Tensor", "Usage", "dtype", "OPS"], "workbench.tensors"),
     "ops": "workbench.tensors.ops",
     **dict.fromkeys(["CGraph", "build", "statistics"], "workbench.cgraph"),
-    **dict.fromkeys(["Backend", "BufferType", "CpuBackend"], "workbench.devices"),
+    **dict.fromkeys(["Backend", "BufferType", "CpuBackend", "CudaBackend"], "workbench.devices"),
     **dict.fromkeys(["GraphAllocator", "GraphRunner", "compute"], "workbench.execution"),
     **dict.fromkeys(["Machine", "SimulatedDevice", "SimulatedMemory", "simulated_machine"], "workbench.devices.simulated"),
     **dict.fromkeys(["Scheduler", "UsedExperts", "WeightTransfer", "WholeTensor"], "workbench.scheduler"),

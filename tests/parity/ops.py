@@ -1,4 +1,4 @@
-"""`python -m tests.parity ops DIR`: results of single ops against recorded ones of real ggml.
+"""`python -m tests.parity ops DIR [--device cuda]`: results of single ops against recorded ones of real ggml.
 
 DIR holds `cases.json` and `cases.npz` (format and tolerances: tests/data/goldens/ops/SCHEMA.md). Each case becomes a
 graph of one node over the recorded memory and runs through the workbench's own CPU execution. Products with f16, bf16
@@ -19,18 +19,23 @@ import workbench as wb
 from tests.parity.report import BadInput, Report
 from workbench import ops
 from workbench.devices import CpuBackend
+from workbench.devices.cuda import CudaBackend, why_not
 from workbench.execution import compute
 from workbench.tensors import OPS, Flag, HostStorage, Tensor, Usage, dtype
 from workbench.tensors.tensor import contiguous_strides
 
 Arrays = dict[str, np.ndarray]
+DEVICES = {"cpu": CpuBackend, "cuda": CudaBackend}
 
 
 def main(args: list[str]) -> int:
     """Judge every case of a folder."""
     report = Report("ops")
-    if len(args) != 1:
-        return report.bad("DIR with cases.json and cases.npz is needed")
+    device = args[2] if args[1:2] == ["--device"] and len(args) == 3 else "cpu" if len(args) == 1 else ""
+    if device not in DEVICES:
+        return report.bad("DIR with cases.json and cases.npz is needed, then perhaps --device cpu or --device cuda")
+    if device == "cuda" and (why := why_not()):
+        return report.bad(f"no CUDA device: {why}")
     try:
         cases, arrays = read(Path(args[0]))
     except (BadInput, OSError, ValueError, zipfile.BadZipFile) as e:
@@ -40,7 +45,7 @@ def main(args: list[str]) -> int:
             report.skip(case["id"], "gradients come with a later step")
             continue
         try:
-            found = differences(case, arrays)
+            found = differences(case, arrays, device)
         except Exception as e:
             found = [f"{type(e).__name__}: {' '.join(str(e).split())}"]
         report.case(case["id"], found)
@@ -110,11 +115,18 @@ def node_of(ctx: wb.Context, case: dict[str, Any], src: list[Tensor | None]) -> 
     return getattr(ops, op)(*src, **p)
 
 
-def run(node: Tensor, rounding: str) -> np.ndarray:
+def run(node: Tensor, rounding: str, device: str = "cpu") -> np.ndarray:
     """The whole memory of the node's owner after the run, as the recorded array holds it."""
     if node.op != "VIEW":
         node.mark(Flag.OUTPUT)
-    compute(wb.build(node), CpuBackend(activation_rounding=rounding, dequant_cache_bytes=0 if rounding == "ggml" else 2**20))
+    graph = wb.build(node)
+    backend = DEVICES[device](activation_rounding=rounding, dequant_cache_bytes=0 if rounding == "ggml" else 2**20)
+    if not backend.buffer_type.is_host:
+        for root in dict.fromkeys(t.root() for n in graph.nodes for t in (n, *n.sources()) if t.root()._storage is not None):
+            buffer = backend.buffer_type.alloc_buffer(root.nbytes, root.require_data().usage)
+            buffer.write(0, root.require_data().read(root.offset, root.nbytes))
+            root.place(buffer)
+    compute(graph, backend)
     owner = node.root()
     raw = owner.require_data().read(owner.offset, owner.nbytes)
     return raw.view(owner.dtype.numpy or ("<u2" if owner.dtype is dtype("bf16") else np.uint8))
@@ -123,7 +135,7 @@ def run(node: Tensor, rounding: str) -> np.ndarray:
 # ---- comparing
 
 
-def differences(case: dict[str, Any], arrays: Arrays) -> list[str]:
+def differences(case: dict[str, Any], arrays: Arrays, device: str = "cpu") -> list[str]:
     """What differs, one line per field."""
     found: list[str] = []
     both = case["op"] in ("mul_mat", "mul_mat_id") and case["src"][0]["type"] != "f32"
@@ -137,7 +149,7 @@ def differences(case: dict[str, Any], arrays: Arrays) -> list[str]:
                 wrong.append(f"dst data: got {node.root().nbytes} bytes, recorded {recorded.nbytes}")
             if wrong:
                 return wrong
-            lines = data_differences(case, arrays, run(node, rounding), rounding)
+            lines = data_differences(case, arrays, run(node, rounding, device), rounding)
         found += [f"dst data{f' (activation_rounding={rounding})' if both else ''}: {line}" for line in lines]
     return found
 

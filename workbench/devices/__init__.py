@@ -2,6 +2,7 @@
 
 from workbench.devices.backend import HOST_MEMORY, Backend, Buffer, BufferType, DeviceType, buffer_type_of
 from workbench.devices.cpu import CpuBackend
+from workbench.devices.cuda import CudaBackend
 from workbench.devices.plan import Plan, cut
 
-__all__ = ["HOST_MEMORY", "Backend", "Buffer", "BufferType", "CpuBackend", "DeviceType", "Plan", "buffer_type_of", "cut"]
+__all__ = ["HOST_MEMORY", "Backend", "Buffer", "BufferType", "CpuBackend", "CudaBackend", "DeviceType", "Plan", "buffer_type_of", "cut"]

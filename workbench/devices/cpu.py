@@ -26,6 +26,24 @@ TAKES_BLOCKS = {"MUL_MAT": (1, 2), "MUL_MAT_ID": (1, 2), "GET_ROWS": (1,), "SET_
 """Where bf16 and block types may stand: 0 the result, 1 the first source, and so on."""
 
 
+def why_no_kernel(node: Tensor) -> str:
+    """The reason why no kernel of the table computes `node`; empty where one does."""
+    spec = node.spec
+    if node.op == "NONE" or (spec and spec.is_view):
+        return ""
+    if spec is None or spec.kernel is None:
+        return (spec.without.get("kernel", "") if spec else "") or f"there is no kernel for {node.desc} yet"
+    takes = TAKES_BLOCKS.get(node.op, ())
+    for i, t in enumerate((node, *node.src)):
+        if t is None or t.dtype.numpy is not None:
+            continue
+        if i not in takes:
+            return f"{node.desc} does not read or write {t.dtype}: cast {t.label} to f32 first"
+        if t.dtype.decode is None:
+            return f"{t.dtype} cannot be decoded here: store {t.label} in f16, q8_0 or another type that `gguf` decodes"
+    return ""
+
+
 class CpuBackend(Backend):
     """The CPU as a device (`ggml_backend_cpu_init`). One backend computes one graph at a time.
 
@@ -55,20 +73,7 @@ class CpuBackend(Backend):
 
     def why_unsupported(self, node: Tensor) -> str:
         """The reason why the CPU cannot compute `node`; empty where it can."""
-        spec = node.spec
-        if node.op == "NONE" or (spec and spec.is_view):
-            return ""
-        if spec is None or spec.kernel is None:
-            return (spec.without.get("kernel", "") if spec else "") or f"there is no kernel for {node.desc} yet"
-        takes = TAKES_BLOCKS.get(node.op, ())
-        for i, t in enumerate((node, *node.src)):
-            if t is None or t.dtype.numpy is not None:
-                continue
-            if i not in takes:
-                return f"{node.desc} does not read or write {t.dtype}: cast {t.label} to f32 first"
-            if t.dtype.decode is None:
-                return f"{t.dtype} cannot be decoded here: store {t.label} in f16, q8_0 or another type that `gguf` decodes"
-        return ""
+        return why_no_kernel(node)
 
     def operand(self, tensor: Tensor) -> Any:
         """The tensor's memory as a 4-D NumPy view; `blocks.Rows` for bf16 and quantised types."""

@@ -20,7 +20,7 @@ import numpy as np
 
 from workbench.devices.threads import SINGLE_THREADED_BLAS
 from workbench.errors import GraphError
-from workbench.kernels.kernel import NUMPY_BUFFER, IndexOutOfRange, Kernel, Scratch, Step
+from workbench.kernels.kernel import NUMPY_BUFFER, IndexOutOfRange, Kernel, Scratch, Step, grain
 from workbench.tensors.storage import Storage
 from workbench.tensors.tensor import Flag, Moves, Tensor
 
@@ -193,6 +193,7 @@ class Plan:
                 step = _noted(job, step, note)
             start = perf_counter_ns()
             step()
+            self.backend.synchronize()  # a device that works by itself has only been asked
             record.node(job.at, start, perf_counter_ns())
 
     # ---- making it
@@ -249,10 +250,10 @@ def needs_work(node: Tensor) -> bool:
 
 def _job(backend: Backend, index: int, node: Tensor) -> _Job:
     assert node.spec is not None
-    kernel: Kernel = node.spec.kernel
+    kernel = backend.kernel(node)
     operands = backend.operands(node)
     out = backend.operand(node)
-    axis, parts = cut(node)
+    axis, parts = cut(node) if grain() == 1 else (3, [slice(0, node.ne[0])])
     scratch = kernel.work(node) if kernel.work else 0
     return _Job(index, node, kernel, operands, out, axis, parts, -(-scratch // 64) * 64)
 

@@ -2,7 +2,7 @@
 
 Filling the columns `decode(raw, out, xp)` and `encode(x, raw, xp)` of the type table is this module's work. `raw` holds
 the bytes of whole rows along its last axis (for bf16 it may also be an array of uint16 patterns with any strides).
-Temporaries are bounded: large inputs are treated in chunks.
+Temporaries are bounded: large inputs are treated in chunks, larger ones where the device likes that (`grain`).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from workbench.errors import DTypeError
+from workbench.kernels.kernel import grain
 from workbench.kernels.pieces import cut
 from workbench.tensors.dtype import BF16, DTYPES, F16, DType
 from workbench.tensors.tensor import Tensor
@@ -23,6 +24,11 @@ CHUNK = 2**15
 """Elements treated at a time where temporaries are needed (they stay far below 64 KiB and in the first-level cache)."""
 
 Index = tuple[Any, ...]
+
+
+def chunk() -> int:
+    """CHUNK on the device that plans or computes just now."""
+    return CHUNK * grain()
 
 
 class Rows:
@@ -78,8 +84,17 @@ def encode(xp: ModuleType, x: Any, dst: Any) -> None:
 
 
 def chunks(shape: tuple[int, ...], limit: int = CHUNK) -> Iterator[Index]:
-    """Indices that cut an array into pieces of whole rows with about `limit` elements."""
+    """Indices that cut an array into pieces of whole rows with about `limit` elements, times the grain of the device."""
+    limit *= grain()
     return cut(shape[:-1], max(1, limit // max(shape[-1], 1))) if len(shape) > 1 else iter([(slice(None),)])
+
+
+def take_rows(xp: ModuleType, a: Any, rows: Any, out: Any) -> None:
+    """Rows of `a` gathered into `out`. NumPy would buffer the result in case an index is wrong; ours are checked."""
+    if xp is np:
+        np.take(a, rows, axis=0, out=out, mode="clip")
+    else:
+        xp.take(a, rows, axis=0, out=out)
 
 
 # ---- f16 and bf16
@@ -153,7 +168,7 @@ def _decode_q8_0(raw: Any, out: Any, xp: ModuleType = np) -> None:
 
 def _decode_q4_0(raw: Any, out: Any, xp: ModuleType = np) -> None:
     """Low halves of 16 bytes are elements 0 to 15, high halves 16 to 31; 8 stands for zero. Halves are taken eight at a time."""
-    room = xp.empty((2, max(CHUNK, out.shape[-1]) // 2), np.uint8)
+    room = xp.empty((2, max(chunk(), out.shape[-1]) // 2), np.uint8)
     for i in chunks(out.shape):
         d, pairs = _blocks(raw[i], 18)
         low, high = halves = room[:, : pairs.size]
@@ -204,14 +219,21 @@ def _gguf(name: str, direction: str) -> Callable[..., Any]:
 def _decode_by_gguf(name: str, raw: Any, out: Any, xp: ModuleType = np) -> None:
     dequantize = _gguf(name, "dequantize")
     for i in chunks(out.shape):
-        out[i] = dequantize(np.ascontiguousarray(raw[i]))
+        out[i] = _on_host(xp, dequantize, raw[i])
 
 
 def _encode_by_gguf(name: str, x: Any, raw: Any, xp: ModuleType = np) -> None:
     quantize = _gguf(name, "quantize")
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         for i in chunks(x.shape, CHUNK // 8):
-            raw[i] = quantize(np.ascontiguousarray(x[i], np.float32))
+            raw[i] = _on_host(xp, quantize, xp.asarray(x[i], np.float32))
+
+
+def _on_host(xp: ModuleType, convert: Callable[..., Any], array: Any) -> Any:
+    """gguf computes with NumPy only: arrays of other libraries go there and back."""
+    if xp is np:
+        return convert(np.ascontiguousarray(array))
+    return xp.asarray(convert(xp.asnumpy(xp.ascontiguousarray(array))))
 
 
 def _decode_plain(kind: np.dtype, raw: Any, out: Any, xp: ModuleType = np) -> None:
@@ -236,14 +258,14 @@ for _name, _t in DTYPES.items():
 def _round_f16(xp: ModuleType, x: Any) -> None:
     flat = x.reshape(-1)
     with np.errstate(over="ignore"):
-        for a in range(0, flat.size, CHUNK // 4):
-            flat[a : a + CHUNK // 4] = flat[a : a + CHUNK // 4].astype(np.float16)
+        for a in range(0, flat.size, step := chunk() // 4):
+            flat[a : a + step] = flat[a : a + step].astype(np.float16)
 
 
 def _round_bf16(xp: ModuleType, x: Any) -> None:
     flat = x.reshape(-1)
-    for a in range(0, flat.size, CHUNK // 4):
-        part = flat[a : a + CHUNK // 4]
+    for a in range(0, flat.size, step := chunk() // 4):
+        part = flat[a : a + step]
         xp.bitwise_and(_bf16_bits(xp, part), 0xFFFF0000, out=part.view(np.uint32))
 
 
@@ -251,8 +273,8 @@ def _round_int8(block: int, half_scale: bool, xp: ModuleType, x: Any) -> None:
     """Blocks become 8-bit codes times a scale and are decoded at once (`quantize_row_q8_0`, `quantize_row_q8_K`)."""
     blocks = x.reshape(-1, block)
     with np.errstate(over="ignore", invalid="ignore"):
-        for a in range(0, len(blocks), CHUNK // block):
-            b = blocks[a : a + CHUNK // block]
+        for a in range(0, len(blocks), step := chunk() // block):
+            b = blocks[a : a + step]
             amax = xp.maximum(b.max(-1, keepdims=True), -b.min(-1, keepdims=True))
             b *= np.float32(127) / xp.maximum(amax, np.float32(1e-30))  # a block that small decodes to zero anyway
             xp.rint(b, out=b)

@@ -8,14 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from workbench.kernels.blocks import CHUNK, Rows, chunks, decode, encode
-from workbench.kernels.kernel import IndexOutOfRange, Scratch, kernel, scratch_bytes
-from workbench.kernels.products import take_rows
+from workbench.kernels.blocks import CHUNK, Rows, chunk, chunks, decode, encode, take_rows
+from workbench.kernels.kernel import Scratch, grain, kernel, require_within, scratch_bytes
 from workbench.tensors.dtype import F32
 from workbench.tensors.tensor import Tensor
 
 FEW = CHUNK // 8
-"""Elements of a piece for which NumPy may take memory of its own (index arrays, gathered rows)."""
+"""Elements of a piece for which NumPy may take memory of its own (index arrays, gathered rows); times the grain."""
 
 
 # ---- CPY, CONT, DUP
@@ -28,7 +27,7 @@ def _copy_work(node: Tensor) -> int:
     in_place = a.is_contiguous and (not a.dtype.quantised or a.dtype is node.dtype)
     packing = 0 if a.ne == node.ne or in_place else a.n_elements
     staged = a.dtype is not node.dtype and F32 not in (a.dtype, node.dtype) and None in (a.dtype.numpy, node.dtype.numpy)
-    stage = min(node.n_elements, max(CHUNK, node.ne[0])) if staged else 0
+    stage = min(node.n_elements, max(chunk(), node.ne[0])) if staged else 0
     return scratch_bytes((packing, 8 if a.dtype.block_bytes == 8 else 4), (stage, 4))
 
 
@@ -43,7 +42,7 @@ def copy(xp: ModuleType, a: Any, into: Any = None, *, out: Any, scratch: Scratch
     elif a.dtype == np.float32:
         encode(xp, a, out)
     elif isinstance(a, Rows) or isinstance(out, Rows):
-        _convert_staged(xp, a, out, scratch.memory[-4 * min(math.prod(out.shape), max(CHUNK, out.shape[-1])) :].view("f4"))
+        _convert_staged(xp, a, out, scratch.memory[-4 * min(math.prod(out.shape), max(chunk(), out.shape[-1])) :].view("f4"))
     else:
         xp.copyto(out, a, casting="unsafe")
 
@@ -107,7 +106,7 @@ def _gather(xp: ModuleType, table: Any, rows: Any, out: Any) -> None:
     if table.dtype == out.dtype and stored.flags.c_contiguous:
         take_rows(xp, stored, rows, out)
         return
-    step = max(1, FEW // max(n, 1))
+    step = max(1, FEW * grain() // max(n, 1))
     for a in range(0, n_rows, step):
         picked = stored[rows[a : a + step]]
         to = out[a : a + step]
@@ -126,7 +125,7 @@ def set_rows(xp: ModuleType, data: Any, rows: Any, into: Any, *, out: Any) -> No
     n3, n2, m, n = data.shape
     require_within(rows, out.shape[2], 1)
     _, r3, r2, _ = rows.shape
-    step = max(1, FEW // max(n, 1))
+    step = max(1, FEW * grain() // max(n, 1))
     for i3, i2 in np.ndindex(n3, n2):
         places, target, source = rows[0, i3 % r3, i2 % r2], _stored(out)[i3, i2], data[i3, i2]
         for a in range(0, m, step):
@@ -139,9 +138,3 @@ def _encoded(xp: ModuleType, x: Any, like: Rows) -> Any:
     raw = xp.empty((len(x), like.raw.shape[-1]), like.raw.dtype)
     encode(xp, x.astype(np.float32, copy=False), Rows(like.dtype, raw))
     return raw
-
-
-def require_within(rows: Any, limit: int, operand: int) -> None:
-    """Raise IndexOutOfRange for an index below 0 or at `limit` or above."""
-    if rows.size and not 0 <= int(rows.min()) <= int(rows.max()) < limit:
-        raise IndexOutOfRange(operand, "row", rows, limit)

@@ -7,7 +7,7 @@ from functools import partial
 from types import ModuleType
 from typing import Any
 
-from workbench.kernels.kernel import IndexOutOfRange, Scratch, kernel
+from workbench.kernels.kernel import Scratch, grain, kernel, require_within
 from workbench.kernels.pieces import cut, float_pieces, float_work, repeated
 
 # ---- arithmetic: the plain ufunc where broadcasting says it all, else b repeated whole, or f16 met by f32
@@ -30,9 +30,8 @@ for _name, _ufunc in {"ADD": "add", "SUB": "subtract", "MUL": "multiply", "DIV":
 def add_id(xp: ModuleType, a: Any, b: Any, ids: Any, *, out: Any) -> None:
     """Row (t, i) of a plus row ids[t, i] of b."""
     rows, chosen = b[0, 0], ids[0, 0]
-    if chosen.size and not 0 <= int(chosen.min()) <= int(chosen.max()) < len(rows):
-        raise IndexOutOfRange(2, "row", chosen, len(rows))
-    for index in cut(chosen.shape, max(1, 4096 // max(1, a.shape[-1]))):
+    require_within(chosen, len(rows), 2)
+    for index in cut(chosen.shape, max(1, 4096 * grain() // max(1, a.shape[-1]))):
         biases = rows[chosen[index]]  # a copy of at most one piece: `take` has no unbuffered `out`
         for i3 in range(len(a)):
             xp.add(a[i3][index], biases, out[i3][index])

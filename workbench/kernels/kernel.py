@@ -6,6 +6,7 @@ with all four dimensions in NumPy's order (ne3, ne2, ne1, ne0). Rules:
 - `out` may be the very memory of an operand with the same layout (ggml's in-place reuse): read before you overwrite.
 - No allocation that grows with the data: temporaries come from `scratch`, whose size `work(node)` states in bytes.
 - `params` are the node's op parameters by name. Types without a NumPy dtype come as `blocks.Rows`, absent sources as None.
+- What suits the device (`Habits`) may be asked: the CPU wants pieces that fit its caches, a GPU few and large ones.
 - inf and NaN are results, not mistakes: whoever runs kernels does so under `np.errstate(all="ignore")`
   and `np.setbufsize(NUMPY_BUFFER)`.
 """
@@ -14,10 +15,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import workbench.tensors.ops  # noqa: F401 - makes the rows whose columns this room fills
 from workbench.errors import ParameterError
@@ -29,6 +31,27 @@ Step = Callable[[], Any]
 NUMPY_BUFFER = 4096
 """Elements that NumPy buffers per operand which it converts or gathers (`np.setbufsize`, set by whoever runs kernels).
 Its own 8192 would allow three operands 96 KB, more than a steady-state run may take."""
+
+
+class Habits(NamedTuple):
+    """What suits a device.
+
+    grain: how many times larger than the CPU's caches allow pieces of work may be. check(indices, limit, operand, what): is told
+    of indices whose range matters, by devices that cannot look at them now without waiting; None: they are looked at.
+    """
+
+    grain: int = 1
+    check: Callable[[Any, int, int, str], None] | None = None
+
+
+CPU_HABITS = Habits()
+HABITS: ContextVar[Habits] = ContextVar("habits", default=CPU_HABITS)
+"""The habits of the device that plans or computes just now; a device other than the CPU sets them."""
+
+
+def grain() -> int:
+    """The factor on the size of pieces: 1 on the CPU."""
+    return HABITS.get().grain
 
 
 class Scratch:
@@ -90,6 +113,15 @@ class IndexOutOfRange(ParameterError):
 
     def __reduce__(self) -> tuple[type, tuple[str, str, str]]:
         return ParameterError, (self.found, self.expected, self.hint)
+
+
+def require_within(indices: Any, limit: int, operand: int, what: str = "row") -> None:
+    """Raise IndexOutOfRange for an index below 0 or at `limit` or above, or leave that to the device."""
+    check = HABITS.get().check
+    if check is not None:
+        check(indices, limit, operand, what)
+    elif indices.size and not 0 <= int(indices.min()) <= int(indices.max()) < limit:
+        raise IndexOutOfRange(operand, what, indices, limit)
 
 
 @dataclass(frozen=True)

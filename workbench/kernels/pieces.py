@@ -11,11 +11,17 @@ from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
-from workbench.kernels.kernel import Scratch
+from workbench.kernels.kernel import Scratch, grain
 from workbench.tensors.tensor import Tensor
 
 PIECE = 16384
-"""Elements of a piece: a few f32 arrays of this size fit the second-level cache."""
+"""Elements of a piece on the CPU: a few f32 arrays of this size fit the second-level cache."""
+
+
+def piece() -> int:
+    """Elements of a piece on the device that plans just now."""
+    return PIECE * grain()
+
 
 _PADDING = 64  # `Scratch.arrays` pads each array to this many bytes
 
@@ -51,7 +57,7 @@ def float_work(temporaries: int) -> Callable[[Tensor], int]:
 
     def work(node: Tensor) -> int:
         count = temporaries + sum(t.dtype.name != "f32" for t in (node, *node.sources()))
-        return count * (4 * min(PIECE, node.n_elements) + _PADDING)
+        return count * (4 * min(piece(), node.n_elements) + _PADDING)
 
     return work
 
@@ -90,7 +96,7 @@ def row_work(temporaries: int, values: int) -> Callable[[Tensor], int]:
 
     def work(node: Tensor) -> int:
         a = next(node.sources())
-        rows = min(a.n_rows, max(1, PIECE // max(1, a.ne[0])))
+        rows = min(a.n_rows, max(1, piece() // max(1, a.ne[0])))
         return 4 * rows * (temporaries * a.ne[0] + values) + _PADDING * (temporaries + values)
 
     return work

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from workbench.kernels.blocks import decode, round_input, rounds_input
-from workbench.kernels.kernel import IndexOutOfRange, Scratch, Step, kernel, scratch_bytes
+from workbench.kernels.blocks import decode, round_input, rounds_input, take_rows
+from workbench.kernels.kernel import IndexOutOfRange, Scratch, Step, grain, kernel, scratch_bytes
 from workbench.kernels.weights import CELL, DecodedWeights, WeightSource, blas_can_read, cell_rows, cells
 from workbench.tensors.tensor import Tensor
 
@@ -54,14 +54,16 @@ def _multiply(xp: ModuleType, x: Any, w: Any, out: Any) -> None:
 
 def _tile(t: int, k: int, n: int) -> int:
     """Rows of the weights to multiply in one call."""
+    if grain() > 1:
+        return n
     step = min(SMALL_TILE, SMALL_PRODUCT // max(k, 1)) // t if t > 1 else n
     return (step // 64 * 64 or step // 16 * 16) if 16 <= step < n else n
 
 
-def _room(shape: tuple[int, ...], direct: bool) -> int:
+def decode_room(shape: tuple[int, ...], direct: bool) -> int:
     """Elements of scratch in which weights (ne3, ne2, rows, k) are decoded: one cell, or a stack of small matrices."""
     n3, n2, n, k = shape
-    return 0 if direct else min(n3 * n2 * n * k, max(CELL, min(n, cell_rows(k)) * k))
+    return 0 if direct else min(n3 * n2 * n * k, max(CELL * grain(), min(n, cell_rows(k)) * k))
 
 
 def _pieces(w: WeightSource, part: slice) -> tuple[slice, ...]:
@@ -76,12 +78,12 @@ def _mul_mat_work(node: Tensor) -> int:
     w, x = node.src[:2]
     assert w is not None and x is not None
     copied = rounds_input(w.dtype) or not blas_can_read(x)
-    return scratch_bytes((_room(w.ne[::-1], blas_can_read(w)), 4), (x.n_elements if copied else 0, 4))
+    return scratch_bytes((decode_room(w.ne[::-1], blas_can_read(w)), 4), (x.n_elements if copied else 0, 4))
 
 
 def _one_call(xp: ModuleType, w: WeightSource, x: Any, *, out: Any, part: slice = WHOLE, **_: Any) -> Step | None:
     """`matmul` itself, where nothing is decoded, copied, rounded or cut: a third of the time of a tiny product."""
-    if not (isinstance(w, DecodedWeights) and w.direct and _blas_layout(x) and {*w.shape[:2], *x.shape[:2]} == {1}):
+    if not (isinstance(w, DecodedWeights) and w.direct and blas_layout(x) and {*w.shape[:2], *x.shape[:2]} == {1}):
         return None
     rows = w.matrix(0, 0, part)
     if _tile(x.shape[2], x.shape[3], len(rows)) < len(rows):
@@ -94,8 +96,8 @@ def mul_mat(xp: ModuleType, w: WeightSource, x: Any, *, out: Any, scratch: Scrat
             rounding: str = "none", prec_acc: int = 0) -> None:  # fmt: skip
     """Rows `part` of the weights times all rows of x; dimensions 2 and 3 of w repeat into those of x."""
     rounds = rounding == "ggml" and rounds_input(w.dtype)
-    copied = rounds or not _blas_layout(x)
-    room, copy = scratch.arrays(((_room(w.shape, w.direct),), "f4"), (x.shape if copied else (0,), "f4"))
+    copied = rounds or not blas_layout(x)
+    room, copy = scratch.arrays(((decode_room(w.shape, w.direct),), "f4"), (x.shape if copied else (0,), "f4"))
     if copied:
         x = _packed(xp, w, x, copy, rounds)
     (n3, n2, n, k), (b3, b2, t, _) = w.shape, x.shape
@@ -117,7 +119,7 @@ def _stacks(w: WeightSource, part: slice) -> Iterator[tuple[slice, slice, slice]
         yield WHOLE, WHOLE, part
         return
     start, stop, _ = part.indices(n)
-    at_once = max(1, CELL // max(1, (stop - start) * k))
+    at_once = max(1, CELL * grain() // max(1, (stop - start) * k))
     for i3 in range(n3):
         for i2 in range(0, n2, at_once):
             for rows in cells(part, n, k):
@@ -132,7 +134,7 @@ def _packed(xp: ModuleType, w: WeightSource, x: Any, copy: Any, rounds: bool) ->
     return copy
 
 
-def _blas_layout(x: Any) -> bool:
+def blas_layout(x: Any) -> bool:
     """`blas_can_read` for an array."""
     if getattr(x, "raw", None) is not None or x.dtype != np.float32:
         return False
@@ -149,7 +151,7 @@ def _mul_mat_id_work(node: Tensor) -> int:
     copied = 0 if blas_can_read(x) and x.is_contiguous else x.n_elements
     widest = max(p.stop - p.start for p in columns(node))
     t, k, direct = x.ne[2], x.ne[0], blas_can_read(w)
-    return scratch_bytes((_room((1, 1, w.ne[1], k), direct), 4), (copied, 4), (t * k, 4), (t * widest, 4), (ids.n_elements, 8))
+    return scratch_bytes((decode_room((1, 1, w.ne[1], k), direct), 4), (copied, 4), (t * k, 4), (t * widest, 4), (ids.n_elements, 8))
 
 
 @kernel("MUL_MAT_ID", work=_mul_mat_id_work, cut="columns", parts=columns)
@@ -161,9 +163,9 @@ def mul_mat_id(xp: ModuleType, w: WeightSource, x: Any, ids: Any, *, out: Any, s
     """
     (_, n_expert, n, k), (_, t, n_rows, _), n_used = w.shape, x.shape, ids.shape[-1]
     start, stop, _ = part.indices(n)
-    copied = not (_blas_layout(x) and x.flags.c_contiguous)
+    copied = not (blas_layout(x) and x.flags.c_contiguous)
     room, copy, gathered, product, keys = scratch.arrays(
-        ((_room((1, 1, n, k), w.direct),), "f4"), (x.shape if copied else (0,), "f4"),
+        ((decode_room((1, 1, n, k), w.direct),), "f4"), (x.shape if copied else (0,), "f4"),
         ((t, k), "f4"), ((t, stop - start), "f4"), ((t * n_used,), "i8"),
     )  # fmt: skip
     if copied:
@@ -221,14 +223,6 @@ def _rows_of_x(places: Any, n_used: int, n_rows: int) -> Any:
         return (int(places[0]) // n_used * n_rows + int(places[0]) % n_used % n_rows,)
     rows = places // n_used
     return rows if n_rows == 1 else rows * n_rows + places % n_used % n_rows
-
-
-def take_rows(xp: ModuleType, a: Any, rows: Any, out: Any) -> None:
-    """Rows of `a` gathered into `out`. NumPy would buffer the result in case an index is wrong; ours are checked."""
-    if xp is np:
-        np.take(a, rows, axis=0, out=out, mode="clip")
-    else:
-        xp.take(a, rows, axis=0, out=out)
 
 
 # ---- OUT_PROD

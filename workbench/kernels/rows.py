@@ -10,8 +10,8 @@ import math
 from types import ModuleType
 from typing import Any
 
-from workbench.kernels.kernel import Scratch, kernel, scratch_bytes
-from workbench.kernels.pieces import PIECE, cut, repeated, row_pieces, row_work
+from workbench.kernels.kernel import Scratch, grain, kernel, scratch_bytes
+from workbench.kernels.pieces import cut, piece, repeated, row_pieces, row_work
 from workbench.tensors.tensor import Tensor
 
 # ---- sums
@@ -192,7 +192,7 @@ def _rope_floats(half: int, others: int, narrow: bool) -> int:
 
 def _rope_work(node: Tensor) -> int:
     half, others = node.params["n_dims"] // 2, node.ne[1] * node.ne[3]
-    tokens = min(node.ne[2], max(1, PIECE // 4 // max(1, half * others)))
+    tokens = min(node.ne[2], max(1, piece() // 4 // max(1, half * others)))
     return 4 * tokens * _rope_floats(half, others, node.dtype.name != "f32") + 64 * 9
 
 
@@ -251,9 +251,8 @@ def _angles(xp: ModuleType, pos: Any, freq_factors: Any, cos: Any, sin: Any, ang
     magnitude = attn_factor
     if ext_factor:  # YaRN: fast pairs keep their angle, slow ones are interpolated, between them a ramp
         low, high = yarn_range(n_dims, n_ctx_orig, freq_base, beta_fast, beta_slow)
-        for i in range(angle.shape[-1]):
-            kept = ext_factor * (1 - min(1.0, max(0.0, (i - low) / max(0.001, high - low))))
-            angle[..., i] *= freq_scale * (1 - kept) + kept
+        kept = [ext_factor * (1 - min(1.0, max(0.0, (i - low) / max(0.001, high - low)))) for i in range(angle.shape[-1])]
+        xp.multiply(angle, xp.asarray([freq_scale * (1 - k) + k for k in kept], "f4"), angle)
         magnitude *= 1 + 0.1 * math.log(1 / freq_scale)
     elif freq_scale != 1:
         xp.multiply(angle, freq_scale, angle)
@@ -297,7 +296,7 @@ def top_k(xp: ModuleType, a: Any, *, out: Any, scratch: Scratch, k: int) -> None
 
 def _sorting(xp: ModuleType, a: Any, scratch: Scratch, order: str) -> Any:
     """Few rows at a time, since `argsort` cannot write its int64 indices into memory that is there already."""
-    few = max(1, min(scratch.memory.size // 4, 1024) // max(1, a.shape[-1]))
+    few = max(1, min(scratch.memory.size // 4, 1024 * grain()) // max(1, a.shape[-1]))
     for index in cut(a.shape[:-1], few):
         keys = a[index]
         if order == "desc":

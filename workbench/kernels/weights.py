@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import threading
 import weakref
+from collections.abc import Callable
 from functools import lru_cache
 from itertools import pairwise
 from types import ModuleType
@@ -18,7 +19,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from workbench.kernels.blocks import decode, operand
+from workbench.kernels.blocks import Rows, decode, operand, take_rows
+from workbench.kernels.kernel import grain
 from workbench.tensors.dtype import F32, DType
 from workbench.tensors.storage import Storage, Usage
 from workbench.tensors.tensor import Tensor
@@ -48,17 +50,16 @@ class WeightSource(Protocol):
 
 def cell_rows(k: int) -> int:
     """Rows of one cell: the grid, by weight shape alone, in which matrices are decoded and cached."""
-    return max(64, CELL // max(k, 1) // 64 * 64)
+    return max(64, CELL * grain() // max(k, 1) // 64 * 64)
 
 
 def cells(part: slice, rows: int, k: int) -> tuple[slice, ...]:
     """`part` of `rows` rows cut at the borders of the grid."""
-    return _cells(*part.indices(rows)[:2], k)
+    return _cells(*part.indices(rows)[:2], cell_rows(k))
 
 
 @lru_cache(1024)
-def _cells(start: int, stop: int, k: int) -> tuple[slice, ...]:
-    step = cell_rows(k)
+def _cells(start: int, stop: int, step: int) -> tuple[slice, ...]:
     borders = [start, *range((start // step + 1) * step, stop, step), stop]
     return tuple(slice(a, b) for a, b in pairwise(borders) if a < b)
 
@@ -98,6 +99,16 @@ class DecodedWeights:
     def expert(self, e: int, part: slice = slice(None), into: Any = None) -> Any:
         """See `WeightSource.expert`."""
         return self.matrix(0, e, part, into)
+
+    def gather(self, experts: Any, into: Any) -> Any:
+        """The matrices of the experts (an index array of `xp`), f32 (experts, rows, k), in `into`: one copy, no loop."""
+        stored = self.rows.raw[0] if isinstance(self.rows, Rows) else self.rows[0]
+        if self.direct:
+            take_rows(self.xp, stored, experts, into)
+        else:
+            picked = stored[experts]
+            decode(self.xp, Rows(self.dtype, picked) if isinstance(self.rows, Rows) else picked, into)
+        return into
 
     def _decoded(self, key: tuple[int, int, int], step: int) -> Any:
         """The whole cell, decoded now and kept; None where it may not or cannot stay."""
@@ -173,10 +184,12 @@ class DequantCache:
     anew for every product. First come, first kept: a model larger than the budget is walked through in a circle, and
     replacing old cells by new ones would then never hit. Room comes back when a storage is closed. Only storages of
     `Usage.WEIGHTS` are cached; a write to one (`storage.version`) makes its cells stale. Safe to ask from many threads.
+    empty(shape, dtype): makes an array of the library that decodes; None where the device has no room.
     """
 
-    def __init__(self, budget_bytes: int) -> None:
+    def __init__(self, budget_bytes: int, empty: Callable[..., Any] = np.empty) -> None:
         self.budget, self.used, self.hits, self.misses = budget_bytes, 0, 0, 0
+        self._empty = empty
         self.lock = threading.RLock()
         self._shelves: dict[tuple[Any, ...], Shelf] = {}
 
@@ -201,8 +214,9 @@ class DequantCache:
                 shelf.clear()
             if self.used + nbytes > self.budget:
                 return None
-        self.used += nbytes
-        return np.empty(shape, np.float32)
+        room = self._empty(shape, np.float32)
+        self.used += nbytes if room is not None else 0
+        return room
 
     def clear(self) -> None:
         """Forget everything."""
