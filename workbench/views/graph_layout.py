@@ -130,7 +130,8 @@ def _block(name: str, members: list[int], tensors: list[dict[str, Any]], home: d
     ranks[-1] += ports_out.values()
     ways: dict[tuple[int, int], _Part] = {}
     shifts = {i: _entries(tensors[i]["src"], i, home) for i in members}
-    paths = [(s, i, j, _passages((parts if s in inside else ports_in)[s], parts[i], ranks, ways, shifts[i][j])) for s, i, j in (*edges, *ins)]
+    paths = [(s, i, j, _passages(parts[s] if s in inside else ports_in[s], parts[i], ranks, ways, shifts[i][j]))
+             for s, i, j in (*edges, *ins)]  # fmt: skip
     paths += [(i, i, -1, _passages(parts[i], ports_out[i], ranks, ways, 0)) for i in outs]
     _order(ranks)
     width, height = _place(ranks, HEAD if name else GAP_Y)
