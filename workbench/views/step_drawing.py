@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from matplotlib.patches import Rectangle
@@ -9,7 +11,7 @@ from matplotlib.ticker import MaxNLocator
 
 from workbench.views.figures import Picture, new_figure, picture
 from workbench.views.graph_drawing import draw_graph, first_open
-from workbench.views.palette import style
+from workbench.views.palette import Style, style
 from workbench.views.steps import Steps, state
 
 TASKS = 24
@@ -36,14 +38,9 @@ def _packing(trace: Steps, k: int, caption: str) -> Picture:
     pieces = [*s["gone"], *([int(t), *place, max(s["at"], place[3]) + 1] for t, place in s["live"].items())]
     figure = new_figure(8.6, 4.4)
     axes = figure.add_subplot()
-    for t, chunk, offset, size, start, end in pieces:
-        look = style(t)
-        y = bases[chunk] + offset
-        axes.add_patch(Rectangle((start, y), end - start, size, fc=look.fill, ec="#222222", lw=0.6))
-        share, letters = size / max(sum(trace["chunks"]), 1), (end - start) / (trace["n_nodes"] + 1) / 0.0125
-        name = next((n for n in (trace["names"][t], trace["tags"][t].split()[-1]) if len(n) < letters), "")
-        if name and share > 0.03:
-            axes.text((start + end) / 2, y + size / 2, name, ha="center", va="center", size=6.5, color=look.ink)
+    wide, tall = trace["n_nodes"] + 1, sum(trace["chunks"])
+    draw_pieces(axes, [(replace(style(t), hatch=""), start, end, bases[chunk] + offset, size, (trace["names"][t], trace["tags"][t].split()[-1]))
+                       for t, chunk, offset, size, start, end in pieces], wide, tall)  # fmt: skip
     high = sum(s["high"])
     axes.axhline(high, color="#D55E00", lw=1.3, ls="--")
     axes.set(xlim=(-1, trace["n_nodes"]), ylim=(0, max(high, 1) * 1.12), xlabel="time: the node being computed", ylabel="address in bytes")
@@ -53,6 +50,17 @@ def _packing(trace: Steps, k: int, caption: str) -> Picture:
     said = f"planned: {high:,} bytes; one place for each tensor would be {s['alone']:,} ({s['alone'] / max(high, 1):.1f} times as much)"
     axes.text(-0.8, high * 1.01, said, va="bottom", size=7.5)
     return picture(figure, f"{trace['title']}: rectangles of address and time; {said}.", caption)
+
+
+def draw_pieces(axes: Any, pieces: Iterable[tuple[Style, int, int, int, int, Sequence[str]]], wide: int, tall: int, least: float = 0.03) -> None:
+    """Rectangles of time × address (look, from, to, address, bytes, names) in axes of `wide` × `tall`; the first name with room
+    is written where the height is more than the share `least`."""
+    for look, start, end, y, size, names in pieces:
+        axes.add_patch(Rectangle((start, y), end - start, size, fc=look.fill, ec="#222222", lw=0.6, hatch=look.hatch))
+        name = next((n for n in names if len(n) < (end - start) / max(wide, 1) / 0.0125), "")
+        if name and size / max(tall, 1) > least:
+            axes.text((start + end) / 2, y + size / 2, name, ha="center", va="center", size=6.5, color=look.ink,
+                      bbox={"fc": look.fill, "ec": "none", "pad": 0.6} if look.hatch else None)  # fmt: skip
 
 
 def _plan(trace: Steps, k: int, caption: str) -> Picture:
