@@ -48,7 +48,7 @@ def ours(block: Block, n_threads: int) -> Run:
     router, gate, up, down = stored
     with wb.Context(2**22, no_alloc=True).active() as ctx:
         x = ctx.new_tensor("f32", block.d, block.n_tokens).mark(wb.Flag.INPUT)
-        out = _moe(ops, router, gate, up, down, x, block).mark(wb.Flag.OUTPUT)
+        out = moe(ops, router, gate, up, down, x, block).mark(wb.Flag.OUTPUT)
         graph = wb.build(out)
     runner = wb.GraphRunner(wb.CpuBackend(n_threads=n_threads, dequant_cache_bytes=2**28))
     runner.prepare(graph)
@@ -61,7 +61,7 @@ def ours(block: Block, n_threads: int) -> Run:
     return run
 
 
-def _moe(ops, router, gate, up, down, x, block):
+def moe(ops, router, gate, up, down, x, block):
     """llama.cpp's order of nodes, with our constructors."""
     k, t = block.k, block.n_tokens
     probs = ops.soft_max(ops.mul_mat(router, x))
@@ -72,8 +72,10 @@ def _moe(ops, router, gate, up, down, x, block):
     cur = ops.reshape(x, block.d, 1, t)
     hidden = ops.swiglu_split(ops.mul_mat_id(gate, cur, chosen), ops.mul_mat_id(up, cur, chosen))
     routed = ops.mul(ops.mul_mat_id(down, hidden, chosen), weights)
-    parts = [ops.view(routed, block.d, t, nb=(routed.nb[2],), offset=i * routed.nb[1]) for i in range(k)]
-    return ops.add(*parts)
+    total, *parts = (ops.view(routed, block.d, t, nb=(routed.nb[2],), offset=i * routed.nb[1]) for i in range(k))
+    for part in parts:
+        total = ops.add(total, part)
+    return total
 
 
 def plain_numpy(block: Block) -> Run:
