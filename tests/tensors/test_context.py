@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import workbench as wb
-from workbench.errors import ContextClosed, ContextError, ContextFull, NoDataError
+from workbench.errors import AllocationError, ContextClosed, ContextError, ContextFull, NoDataError, ParameterError
 from workbench.tensors.context import TENSOR_OVERHEAD
 
 RECORDED = json.loads((pathlib.Path(__file__).parents[1] / "data" / "context_memory.json").read_text())
@@ -107,3 +107,19 @@ def test_new_ops_go_to_the_active_context_else_to_the_first_source():
         with weights.active():
             assert (x + w).context is weights
         assert (w + x).context is work
+
+
+def test_sizes_and_memory_that_are_none():
+    for size in ("x", None, 1.5, True, -1):
+        with pytest.raises(ParameterError, match="whole number of bytes"):
+            wb.Context(size)
+    for memory in ("text", np.zeros((8, 8), np.uint8)[::2, ::2]):
+        with pytest.raises(ContextError, match="contiguous piece"):
+            wb.Context(memory=memory)
+
+
+def test_an_arena_that_gets_no_memory_stays_empty():
+    ctx = wb.Context(1 << 60)
+    with pytest.raises(AllocationError):
+        ctx.new_tensor("f32", 4)
+    assert ctx.used_mem == 0 and not ctx.objects and not ctx.tensors

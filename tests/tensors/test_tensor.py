@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import workbench as wb
-from workbench.errors import DTypeError, ShapeError, StorageError
+from workbench.errors import DTypeError, ParameterError, ShapeError, StorageError
 from workbench.tensors import Flag
 
 extents = st.lists(st.integers(1, 5), min_size=1, max_size=4)
@@ -113,3 +113,37 @@ def test_bf16_and_quantised_tensors_round_trip_through_numpy():
 def test_a_name_is_cut_as_ggml_cuts_it():
     t = filled([1])[0].named("é" * 40)
     assert t.name == "é" * 31
+    assert filled([1])[0].named("a\ud800b").name == "ab"
+
+
+@pytest.mark.parametrize("kind, values", [("i32", [2**40]), ("i32", [1.5]), ("i32", [np.nan]), ("i8", [300]), ("i64", [2.0**63])])
+def test_a_whole_number_never_becomes_another_one(kind, values):
+    t = wb.Context(1 << 12).new_tensor(kind, 1).set([7])
+    with pytest.raises(ParameterError, match="whole numbers from"):
+        t.set(values)
+    assert t.numpy().tolist() == [7]
+
+
+def test_too_large_for_f16_is_infinite_without_a_warning():
+    assert wb.Context(1 << 12).new_tensor("f16", 2).set([1e9, 2]).numpy().tolist() == [np.inf, 2]
+
+
+def test_an_empty_slice_has_numpys_shape():
+    t, x = filled([4, 3, 2])
+    assert t[0:0].numpy().shape == x[0:0].shape and t[:, 1:1].numpy().shape == x[:, 1:1].shape
+
+
+def test_a_view_never_steps_back():
+    t, _ = filled([4, 6])
+    for nb, offset in (((-16,), 32), ((16,), -4), ((8.0,), 0), ((16, 16, 16, 16), 0)):
+        with pytest.raises(ShapeError, match="none below zero"):
+            wb.ops.view(t, 4, 2, nb=nb, offset=offset)
+
+
+def test_operators_with_strangers():
+    t, x = filled([4, 6])
+    assert np.array_equal(np.asarray(t), x) and [np.array_equal(row, y) for row, y in zip(t, x)] == [True] * 6
+    for wrong in (lambda: t + 1, lambda: t @ x, lambda: x * t, lambda: t / 2, lambda: t * "a"):
+        with pytest.raises(TypeError):
+            wrong()
+    assert (2 * t).desc == "SCALE" and (-t).desc == "NEG"

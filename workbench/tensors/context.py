@@ -49,12 +49,16 @@ class Context:
 
     def __init__(self, mem_size: int = 16 * 2**20, memory: Any = None, no_alloc: bool = False,
                  name: str = "context") -> None:  # fmt: skip
-        if mem_size < 0:
-            raise ParameterError(f"mem_size={mem_size}", "zero or more bytes")
+        if not isinstance(mem_size, int | np.integer) or isinstance(mem_size, bool) or mem_size < 0:
+            raise ParameterError(f"mem_size={mem_size!r}", "a whole number of bytes, zero or more")
         self.name, self.no_alloc, self.closed, self.fate = name, no_alloc, False, "closed"
         self._storage: HostStorage | None = None
         if memory is not None:
-            self._storage = HostStorage(memory, name)
+            try:
+                self._storage = HostStorage(memoryview(memory), name)
+            except (TypeError, ValueError, BufferError) as e:  # no buffer, or one with gaps
+                raise ContextError(f"the memory handed in is no contiguous piece of memory: {e}",
+                                   "bytearray(n) or np.empty(n, np.uint8)") from None  # fmt: skip
             if not self._storage.host_bytes().flags.writeable:
                 raise ContextError("the memory handed in is read-only", "writable memory",
                                    "bytearray(n) or np.empty(n, np.uint8)")  # fmt: skip
@@ -120,11 +124,12 @@ class Context:
 
     def add(self, tensor: Tensor) -> Tensor:
         """Take room for a tensor made by an op, and for its data unless it is a view or `no_alloc` is set."""
-        data_bytes = 0 if self.no_alloc or tensor.view_src is not None else tensor.nbytes
-        offset = self.reserve("tensor", TENSOR_BYTES + data_bytes, tensor.name or tensor.desc)
-        if tensor.view_src is None and not self.no_alloc:
-            if self._storage is None:  # a no_alloc arena never needs real memory; others take it with the first data
-                self._storage = HostStorage(self.mem_size, self.name)
+        owns_data = tensor.view_src is None and not self.no_alloc
+        if owns_data and self._storage is None:  # a no_alloc arena never needs real memory; others take it with the first data
+            self.require_open()
+            self._storage = HostStorage(self.mem_size, self.name)
+        offset = self.reserve("tensor", TENSOR_BYTES + (tensor.nbytes if owns_data else 0), tensor.name or tensor.desc)
+        if owns_data:
             tensor.place(self._storage, offset + TENSOR_BYTES)
         tensor.context = self
         self.tensors.append(tensor)

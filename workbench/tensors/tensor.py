@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from workbench.errors import ContextClosed, DTypeError, NoDataError, ShapeError, StorageError, shown
+from workbench.errors import ContextClosed, DTypeError, NoDataError, ParameterError, ShapeError, StorageError, shown
 from workbench.tensors.dtype import DType
 from workbench.tensors.storage import Storage
 
@@ -99,8 +99,8 @@ class Tensor:
 
     @property
     def n_dims(self) -> int:
-        """Dimensions up to the last one longer than 1, at least 1 (`ggml_n_dims`)."""
-        return max((i + 1 for i in range(MAX_DIMS) if self.ne[i] > 1), default=1)
+        """Dimensions up to the last one that is not of length 1, at least 1 (`ggml_n_dims`, which also passes over empty ones)."""
+        return max((i + 1 for i in range(MAX_DIMS) if self.ne[i] != 1), default=1)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -216,7 +216,8 @@ class Tensor:
         storage = self.storage
         if storage is None:
             raise NoDataError(f"tensor {self.label} has no data", "memory behind it before it is read or computed",
-                              "its context has no_alloc=True: allocate the graph, place the tensor in a buffer, or use no_alloc=False")  # fmt: skip
+                              "its context has no_alloc=True: allocate the graph, place the tensor in a buffer, "
+                              "or use no_alloc=False")  # fmt: skip
         if storage.closed:
             raise StorageError(f"tensor {self.label} lies in {storage.name}, which was freed", "a buffer that is still open")
         return storage
@@ -224,7 +225,8 @@ class Tensor:
     def array(self, memory: Any = None) -> np.ndarray:
         """All four dimensions as a NumPy view (ne3, ne2, ne1, ne0), strides kept, no copy. Host memory, plain types only.
 
-        `memory`: the bytes of the storage as a device sees them, for devices whose memory is a NumPy array. bf16 comes as uint16 bit patterns. Raises DTypeError for quantised types: see `raw_rows`.
+        `memory`: the bytes of the storage as a device sees them, for devices whose memory is a NumPy array. bf16 comes as
+        uint16 bit patterns. Raises DTypeError for quantised types: see `raw_rows`.
         """
         storage = self.require_data()
         dt = self.dtype.numpy or (np.dtype("<u2") if self.dtype.name == "bf16" else None)
@@ -278,10 +280,10 @@ class Tensor:
         if x.ndim and x.size > 1 and tuple(n for n in x.shape if n > 1) != tuple(n for n in self.shape if n > 1):
             raise ShapeError(f"values of shape {x.shape} for {self.label}", f"NumPy shape {self.shape} (ne reversed)",
                              "transpose the array, or reshape it if its elements are in the right order")  # fmt: skip
-        x = x.reshape(self.ne[::-1])
+        x = self._fitting(x).reshape(self.ne[::-1])
         if self.dtype.numpy is not None and storage.is_host:
             if self.is_contiguous:
-                storage.write(self.offset, x.astype(self.dtype.numpy))
+                storage.write(self.offset, x)
             else:
                 self.array()[...] = x
                 storage.version += 1
@@ -292,15 +294,27 @@ class Tensor:
         storage.write(self.offset, self._encoded(x))
         return self
 
+    def _fitting(self, x: np.ndarray) -> np.ndarray:
+        """`x` in the tensor's NumPy type (f32 where it has none); ParameterError where a whole number would become another one."""
+        to = self.dtype.numpy or np.dtype(np.float32)
+        if x.dtype == to:
+            return x
+        with np.errstate(over="ignore", invalid="ignore"):  # too large for f16 or f32: inf, as in ggml
+            y = x.astype(to)
+            if to.kind == "i" and not (y == x).all():
+                raise ParameterError(f"values from {x.min()} to {x.max()} for {self.label}, stored as {self.dtype}",
+                                     f"whole numbers from {np.iinfo(to).min} to {np.iinfo(to).max}")  # fmt: skip
+        return y
+
     def _encoded(self, x: np.ndarray) -> np.ndarray:
         if self.dtype.numpy is not None:
-            return x.astype(self.dtype.numpy)
+            return x
         if self.dtype.encode is None:
             raise DTypeError(f"{self.label} is stored as {self.dtype}, which cannot be encoded here",
                              "f32, f16, bf16, q8_0, q4_0, …",
                              "quantise offline and write the raw blocks with `storage.write`")  # fmt: skip
         raw = np.empty((*self.ne[:0:-1], self.dtype.row_bytes(self.ne[0])), np.uint8)
-        self.dtype.encode(x.astype(np.float32), raw)
+        self.dtype.encode(x, raw)
         return raw
 
     # ---- flags and names
@@ -315,7 +329,7 @@ class Tensor:
     def named(self, name: str) -> Tensor:
         """Set the name, cut to 63 bytes as ggml cuts it (`ggml_set_name`); returns the tensor."""
         short = name.isascii() and len(name) < MAX_NAME
-        self.name = name if short else name.encode("utf-8", "surrogateescape")[: MAX_NAME - 1].decode("utf-8", "ignore")
+        self.name = name if short else name.encode("utf-8", "surrogatepass")[: MAX_NAME - 1].decode("utf-8", "ignore")
         return self
 
     @property
@@ -334,22 +348,37 @@ class Tensor:
     # ---- sugar: the operators of NumPy (see workbench.tensors.ops)
 
     def __add__(self, other: Tensor) -> Tensor:
-        return _ops().add(self, other)
+        return _ops().add(self, other) if isinstance(other, Tensor) else NotImplemented
 
     def __sub__(self, other: Tensor) -> Tensor:
-        return _ops().sub(self, other)
+        return _ops().sub(self, other) if isinstance(other, Tensor) else NotImplemented
 
     def __mul__(self, other: Tensor | float) -> Tensor:
-        return _ops().mul(self, other) if isinstance(other, Tensor) else _ops().scale(self, other)
+        if isinstance(other, int | float | np.number):
+            return _ops().scale(self, other)
+        return _ops().mul(self, other) if isinstance(other, Tensor) else NotImplemented
 
     __rmul__ = __mul__
 
     def __truediv__(self, other: Tensor) -> Tensor:
-        return _ops().div(self, other)
+        return _ops().div(self, other) if isinstance(other, Tensor) else NotImplemented
 
     def __matmul__(self, other: Tensor) -> Tensor:
         """`w @ x`: `mul_mat(w, x)`."""
-        return _ops().mul_mat(self, other)
+        return _ops().mul_mat(self, other) if isinstance(other, Tensor) else NotImplemented
+
+    def __iter__(self) -> Iterator[Tensor]:
+        """Views along the slowest dimension, as NumPy does it."""
+        return (self[i] for i in range(self.shape[0]))
+
+    def __neg__(self) -> Tensor:
+        return _ops().neg(self)
+
+    __array_ufunc__ = None  # NumPy must not take `array * tensor` for an array of tensors
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        """`np.asarray(t)`: the values."""
+        return np.array(self.numpy(), dtype, copy=copy)
 
     @property
     def T(self) -> Tensor:

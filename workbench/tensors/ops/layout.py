@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
+
 from workbench.errors import ParameterError, ShapeError
 from workbench.tensors.context import result
 from workbench.tensors.opspec import op
@@ -28,6 +30,9 @@ def view(a: Tensor, *ne: int, nb: tuple[int, ...] = (), offset: int = 0) -> Tens
     Raises ShapeError where it would reach beyond `a` (`ggml_view_1d` … `ggml_view_4d`).
     """
     full = extents(ne)
+    if len(nb) > 3 or any(not isinstance(b, int | np.integer) or b < 0 for b in (*nb, offset)):
+        raise ShapeError(f"a view of {a.label} with nb={nb!r} at offset {offset!r}",
+                         "up to three distances in bytes, and an offset; none below zero")  # fmt: skip
     strides = list(contiguous_strides(a.dtype, full))
     for i in range(1, MAX_DIMS):
         strides[i] = nb[i - 1] if i <= len(nb) else strides[i - 1] * full[i - 1] if i > 1 else strides[1]
@@ -51,7 +56,7 @@ def reshape(a: Tensor, *ne: int) -> Tensor:
 
 def permute(a: Tensor, *axes: int) -> Tensor:
     """Axis `i` of `a` becomes axis `axes[i]` of the result (`ggml_permute`; NumPy's transpose says it the other way)."""
-    if sorted(axes) != list(range(MAX_DIMS)):
+    if set(map(type, axes)) != {int} or sorted(axes) != list(range(MAX_DIMS)):
         raise ParameterError(f"permute axes {axes}", "each of 0, 1, 2, 3 once")
     ne, nb = [0] * MAX_DIMS, [0] * MAX_DIMS
     for i, target in enumerate(axes):
@@ -76,12 +81,14 @@ def slice_view(a: Tensor, index: Any) -> Tensor:
     for position, key in enumerate(keys):
         axis = a.n_dims - 1 - position
         if isinstance(key, slice):
+            if key.step == 0:
+                raise ParameterError("slice step 0", "a step of 1 or more")
             start, stop, step = key.indices(a.ne[axis])
             if step < 1:
                 raise ParameterError(f"slice step {step}", "a step of 1 or more")
             ne[axis], nb[axis], first = len(range(start, stop, step)), a.nb[axis] * step, start
-        elif isinstance(key, int) and -a.ne[axis] <= key < a.ne[axis]:
-            first = key % a.ne[axis]
+        elif isinstance(key, int | np.integer) and not isinstance(key, bool) and -a.ne[axis] <= key < a.ne[axis]:
+            first = int(key) % a.ne[axis]
             ne[axis] = 1
             dropped.append(axis)
         else:
