@@ -12,9 +12,7 @@ from workbench.views.palette import Style, ink_on
 from workbench.views.run_data import COPIES, WORK, Run, run_data
 from workbench.views.step_drawing import draw_pieces
 from workbench.views.tables import Table, table
-from workbench.views.timelines import LOOKS, amount, covered, duration, legend, unit_of
-
-
+from workbench.views.timelines import LOOKS, amount, byte_axis, covered, duration, legend, unit_of
 LABELS = {"op": "result of a node", "weights": "W copy of weights", "activations": "A copy of activations", "inputs": "I input or its copy"}
 
 
@@ -117,7 +115,7 @@ def _draw_buffer(axes: Any, run: Run, buffer: int, lying: list[Piece], n: int) -
     draw_pieces(axes, drawn, n, high, 0.07)
     axes.set(xlim=(0, n), ylim=(0, max(high, 1) * 1.02))
     axes.set_title(f"{run.device_name(buffer)}: {high:,} bytes", fontsize=8, loc="left", pad=2)
-    axes.yaxis.set_major_formatter(lambda y, _: amount(int(y)))
+    byte_axis(axes.yaxis, high)
     axes.tick_params(labelsize=7)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
@@ -176,7 +174,7 @@ def traffic(trace: Trace, k: int | None = None, caption: str = "") -> Picture:
         x = 0
         for kind in COPIES:
             fill, hatch = LOOKS[kind]
-            axes.barh(y, way[kind], left=x, height=0.66, fc=fill, ec="#333333", lw=0.5 if way[kind] else 0, hatch=hatch)
+            axes.barh(y, way[kind], left=x, height=0.66, fc=fill, ec="#333333", lw=0.5 if way[kind] else 0, hatch=hatch)[0].set_hatch_linewidth(0.5)
             if way[kind] > 0.09 * most:
                 axes.text(x + way[kind] / 2, y, f"{WORK[kind][0]} {amount(way[kind])}", ha="center", va="center", size=7.5, color=ink_on(fill),
                           bbox={"fc": fill, "ec": "none", "pad": 1.2})  # fmt: skip
@@ -184,7 +182,7 @@ def traffic(trace: Trace, k: int | None = None, caption: str = "") -> Picture:
         axes.text(x + 0.008 * most, y, f"{amount(x)} in {way['copies']} copies", va="center", size=7.5)
     axes.set(xlim=(0, 1.17 * most), ylim=(max(len(ways), 1) - 0.5, -0.5))
     axes.set_yticks(range(len(ways)), [f"{a[:14]} → {b[:14]}" for a, b in ways], fontsize=8)
-    axes.xaxis.set_major_formatter(lambda x, _: amount(int(x)))
+    byte_axis(axes.xaxis, most)
     axes.tick_params(labelsize=7.5, length=0)
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)

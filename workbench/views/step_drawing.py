@@ -56,7 +56,7 @@ def draw_pieces(axes: Any, pieces: Iterable[tuple[Style, int, int, int, int, Seq
     """Rectangles of time × address (look, from, to, address, bytes, names) in axes of `wide` × `tall`; the first name with room
     is written where the height is more than the share `least`."""
     for look, start, end, y, size, names in pieces:
-        axes.add_patch(Rectangle((start, y), end - start, size, fc=look.fill, ec="#222222", lw=0.6, hatch=look.hatch))
+        axes.add_patch(Rectangle((start, y), end - start, size, fc=look.fill, ec="#222222", lw=0.6, hatch=look.hatch)).set_hatch_linewidth(0.4)
         name = next((n for n in names if len(n) < (end - start) / max(wide, 1) / 0.0125), "")
         if name and size / max(tall, 1) > least:
             axes.text((start + end) / 2, y + size / 2, name, ha="center", va="center", size=6.5, color=look.ink,

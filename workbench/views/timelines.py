@@ -170,9 +170,10 @@ def _draw_lane(axes: Any, y: int, spans: list[Span], begin: int, end: int, scale
     for kind, (colour, hatch) in LOOKS.items():
         bars = [((a - begin) / scale, (b - a) / scale) for a, b in _merged([s for s in spans if s.kind == kind], per_inch / 220)]
         if kind == "wait":
-            axes.broken_barh(bars, (y - 0.2, 0.4), fc="white", ec="#9a9a9a", lw=0.5, hatch=hatch, zorder=1)
+            axes.broken_barh(bars, (y - 0.2, 0.4), fc="white", ec="#9a9a9a", lw=0.5, hatch=hatch, zorder=1).set_hatch_linewidth(0.5)
         elif bars:
-            axes.broken_barh(bars, (y - 0.4, 0.8), fc=colour, ec="#00000066" if hatch else "white", lw=0, hatch=hatch, zorder=2)
+            drawn = axes.broken_barh(bars, (y - 0.4, 0.8), fc=colour, ec="#00000066" if hatch else "white", lw=0, hatch=hatch, zorder=2)
+            drawn.set_hatch_linewidth(0.5)
             wide = [b for b in bars if b[1] * scale > per_inch / 25]
             axes.broken_barh(wide, (y - 0.4, 0.8), fc="none", ec="#333333", lw=0.5, zorder=3)
     for s in spans:
@@ -182,8 +183,8 @@ def _draw_lane(axes: Any, y: int, spans: list[Span], begin: int, end: int, scale
         if text:
             colour, hatch = LOOKS[s.kind]
             axes.text(((max(s.start, begin) + min(s.end, end)) / 2 - begin) / scale, y, text, ha="center", va="center", size=6.5,
-                      color=ink_on(colour), zorder=4, clip_on=True,
-                      bbox={"fc": colour, "ec": "none", "pad": 0.8} if hatch else None)  # fmt: skip
+                      color=ink_on(colour), zorder=4, clip_on=True, weight="bold" if text == letter else "normal",
+                      bbox={"fc": colour, "ec": "none", "pad": 1.1} if hatch else None)  # fmt: skip
 
 
 def _merged(spans: list[Span], small: float) -> Iterator[tuple[int, int]]:
@@ -203,7 +204,7 @@ def _merged(spans: list[Span], small: float) -> Iterator[tuple[int, int]]:
 def _label(s: Span) -> list[str]:
     """What a bar may say, the longest first."""
     if not s.copy_name:
-        return [f"waits {s.name}" if s.kind == "wait" else s.name]
+        return [f"waits {s.name}", s.name] if s.kind == "wait" else [s.name]
     short, letter = s.name.removesuffix(".weight").removeprefix("blk."), WORK[s.kind][0]
     return [f"{letter} {short}\n{amount(s.bytes)}", f"{letter}\n{amount(s.bytes)}"]
 
@@ -236,6 +237,12 @@ def lane_name(lane: tuple[str, str], lanes: Sequence[tuple[str, str]]) -> str:
     """The device alone, where it has one stream."""
     single = sum(other[0] == lane[0] for other in lanes) == 1
     return lane[0][:14] if single else f"{lane[0][:10]} {lane[1][:10]}"
+
+
+def byte_axis(axis: Any, most: int) -> None:
+    """Ticks of an axis at round numbers of bytes, as `amount` tells them."""
+    step = 1 << max((most // 3).bit_length() - 1, 0)
+    axis.set_ticks(range(0, most + 1, step), [amount(n) for n in range(0, most + 1, step)])
 
 
 def unit_of(ns: int) -> tuple[float, str]:
