@@ -72,6 +72,12 @@ def clamp(xp: ModuleType, a: Any, *, out: Any, min: float, max: float) -> None:
     xp.fmax(out, min, out)
 
 
+@kernel("FILL", cut="elements")
+def fill(xp: ModuleType, a: Any, *, out: Any, value: float) -> None:
+    """The value everywhere."""
+    out[...] = value
+
+
 @kernel("SCALE", cut="elements", work=lambda node: 2 * float_work(1)(node) if node.params["bias"] else 0)
 def scale(xp: ModuleType, a: Any, *, out: Any, scratch: Scratch, scale: float, bias: float) -> None:
     """scale · a, and with a bias scale · a + bias rounded once, as ggml's fused multiply-add does."""
@@ -146,13 +152,31 @@ def _gated(
     swapped: bool,
 ) -> None:
     """activation(gate) · up; gate and up are a and b, or the halves of a."""
-    half = out.shape[-1]
-    gate, up = (a, b) if b is not None else (a[..., :half], a[..., half:])
-    if b is None and swapped:
-        gate, up = up, gate
-    for y, g, u, t, active in float_pieces(xp, out, (gate, up), scratch, temporaries=2):
+    for y, g, u, t, active in float_pieces(xp, out, _halves(out, a, b, swapped), scratch, temporaries=2):
         activation(xp, g, active, t)
         xp.multiply(active, u, y)
+
+
+def _halves(out: Any, a: Any, b: Any, swapped: bool) -> tuple[Any, Any]:
+    """Gate and up: a and b, or the halves of a."""
+    half = out.shape[-1]
+    if b is not None:
+        return a, b
+    return (a[..., half:], a[..., :half]) if swapped else (a[..., :half], a[..., half:])
+
+
+@kernel("SWIGLU_OAI", cut="elements", work=float_work(2))
+def swiglu_oai(xp: ModuleType, a: Any, b: Any = None, *, out: Any, scratch: Scratch, glu: str, swapped: bool, alpha: float,
+               limit: float) -> None:  # fmt: skip
+    """g · sigmoid(alpha g) · (u + 1) of the clipped gate g and the clipped u."""
+    for y, g, u, t, active in float_pieces(xp, out, _halves(out, a, b, swapped), scratch, temporaries=2):
+        xp.minimum(g, limit, out=active)
+        _one_plus_exp(xp, active, -alpha, t)
+        xp.divide(active, t, active)
+        xp.maximum(u, -limit, out=t)
+        xp.minimum(t, limit, out=t)
+        xp.add(t, 1, t)
+        xp.multiply(active, t, y)
 
 
 for _name, _activation in {"SIGMOID": _sigmoid, "GELU": _gelu, "GELU_QUICK": _gelu_quick, "SILU": _silu}.items():

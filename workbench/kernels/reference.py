@@ -108,12 +108,22 @@ def function(node: Tensor, a: Array) -> Array:
     return FUNCTIONS[node.desc](real(a))
 
 
-@reference("SWIGLU", "GEGLU", "REGLU")
+@reference("FILL")
+def fill(node: Tensor, a: Array) -> Array:
+    """The value everywhere."""
+    return np.full(a.shape, node.params["value"])
+
+
+@reference("SWIGLU", "GEGLU", "REGLU", "SWIGLU_OAI")
 def gated(node: Tensor, a: Array, b: Array | None = None) -> Array:
-    """activation(gate) · up."""
+    """activation(gate) · up; SWIGLU_OAI clips both first."""
     gate, up = (real(a), real(b)) if b is not None else np.split(real(a), 2, axis=-1)
     if b is None and node.params["swapped"]:
         gate, up = up, gate
+    if node.desc == "SWIGLU_OAI":
+        limit = node.params["limit"]
+        gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit)
+        return gate / (1 + np.exp(-node.params["alpha"] * gate)) * (up + 1)
     return FUNCTIONS[{"SWIGLU": "SILU", "GEGLU": "GELU", "REGLU": "RELU"}[node.desc]](gate) * up
 
 

@@ -74,6 +74,7 @@ LOG = op("LOG", "natural logarithm of a", in_place=True)
 SCALE = op(
     "SCALE", "scale · a + bias", in_place=True, flops=lambda node: (1 + bool(node.params["bias"])) * node.n_elements
 )
+FILL = op("FILL", "one value everywhere", in_place=True, flops=per_element(0), moved=lambda node: node.nbytes)
 CLAMP = op("CLAMP", "a limited to [min, max]", in_place=True, flops=per_element(2))
 
 for _name, _summary, _flops in (
@@ -181,6 +182,13 @@ def scale(a: Tensor, s: float, bias: float = 0.0) -> Tensor:
     return result(a.dtype, a.ne, op="SCALE", spec=SCALE, src=(a,), params={"scale": float(s), "bias": float(bias)})
 
 
+def fill(a: Tensor, value: float) -> Tensor:
+    """`value` everywhere, in the shape of a, which is not read (`ggml_fill`)."""
+    require_type("FILL", "a", a, "f32", "f16")
+    require_contiguous("FILL", a, a.is_contiguous, "packed memory")
+    return result(a.dtype, a.ne, op="FILL", spec=FILL, src=(a,), params={"value": float(value)})
+
+
 def clamp(a: Tensor, min: float, max: float) -> Tensor:
     """Each element limited to [min, max] (`ggml_clamp`). Raises ParameterError where min is above max."""
     require_type("CLAMP", "a", a, "f32", "f16")
@@ -195,19 +203,23 @@ for _name, _summary, _flops in (
     ("SWIGLU", "silu(gate) · up", 5),
     ("GEGLU", "gelu(gate) · up", 10),
     ("REGLU", "relu(gate) · up", 2),
+    ("SWIGLU_OAI", "g · sigmoid(alpha g) · (u + 1), g = gate up to limit, u = up within ± limit", 9),
 ):
     op(_name, _summary, of="GLU", flops=per_element(_flops))
 
 
-def glu(kind: str, a: Tensor, b: Tensor | None = None, swapped: bool = False) -> Tensor:
-    """A gated linear unit, `kind` "SWIGLU", "GEGLU" or "REGLU" (`ggml_glu`, `ggml_glu_split`).
+def glu(kind: str, a: Tensor, b: Tensor | None = None, swapped: bool = False, **params: float) -> Tensor:
+    """A gated linear unit, `kind` "SWIGLU", "GEGLU", "REGLU" or "SWIGLU_OAI" (`ggml_glu`, `ggml_glu_split`).
 
     With b: a is the activated gate, b the other factor. Without: each row of a holds both halves, the activated one
-    first, or second where `swapped`. Raises ShapeError, ParameterError.
+    first, or second where `swapped`. params: `alpha` and `limit` of SWIGLU_OAI. Raises ShapeError, ParameterError.
     """
     spec = OPS.get(str(kind).upper())
     if spec is None or spec.op != "GLU":
-        raise ParameterError(f"no gated unit {shown(kind)!r}", "SWIGLU, GEGLU or REGLU")
+        raise ParameterError(f"no gated unit {shown(kind)!r}", "SWIGLU, GEGLU, REGLU or SWIGLU_OAI")
+    own = {"alpha": 1.702, "limit": 7.0} if spec.name == "SWIGLU_OAI" else {}
+    if unknown := params.keys() - own.keys():
+        raise ParameterError(f"{spec.name}: parameter {shown(sorted(unknown)[0])}", f"one of {', '.join(own)}" if own else "none")
     for t in (a,) if b is None else (a, b):
         require_type(spec.name, "a", t, a.dtype.name if a.dtype.name in ("f32", "f16") else "f32")
         require_contiguous(spec.name, t, t.contiguous_from(1), "packed rows (gaps between rows are allowed)")
@@ -217,7 +229,7 @@ def glu(kind: str, a: Tensor, b: Tensor | None = None, swapped: bool = False) ->
         raise ShapeError(f"{spec.name}: rows of {a.ne[0]} elements", "an even number: gate and up side by side")
     ne = a.ne if b is not None else (a.ne[0] // 2, *a.ne[1:])
     src = (a,) if b is None else (a, b)
-    return result(a.dtype, ne, op="GLU", spec=spec, src=src, params={"glu": spec.name, "swapped": bool(swapped)})
+    return result(a.dtype, ne, op="GLU", spec=spec, src=src, params={"glu": spec.name, "swapped": bool(swapped)} | own | params)
 
 
 def swiglu(a: Tensor, swapped: bool = False) -> Tensor:
@@ -248,3 +260,8 @@ def geglu_split(gate: Tensor, up: Tensor) -> Tensor:
 def reglu_split(gate: Tensor, up: Tensor) -> Tensor:
     """relu(gate) · up (`ggml_reglu_split`)."""
     return glu("REGLU", gate, up)
+
+
+def swiglu_oai(gate: Tensor, up: Tensor, alpha: float = 1.702, limit: float = 7.0) -> Tensor:
+    """The gated unit of gpt-oss, with clipped inputs (`ggml_swiglu_oai`)."""
+    return glu("SWIGLU_OAI", gate, up, alpha=float(alpha), limit=float(limit))
