@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from workbench.trace import Trace
-from workbench.views.run_data import HOST, WORK, Run, Span, run_data
+from workbench.views.run_data import HOST, WORK, Run, Span, pieces, run_data
 
 COLOURS = {"expert product": "thread_state_running", "product": "thread_state_iowait", "op": "thread_state_runnable", "weights": "terrible",
            "activations": "bad", "inputs": "yellow", "wait": "grey"}  # fmt: skip
@@ -53,7 +53,8 @@ class _Writer:
             yield {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": device}}
             yield {"ph": "M", "name": "process_sort_index", "pid": pid, "tid": 0, "args": {"sort_index": pid}}
         for (lane, row), tid in self.tid.items():
-            yield {"ph": "M", "name": "thread_name", "pid": self.pid[lane[0]], "tid": tid, "args": {"name": lane[1] + (f" {row + 1}" if row else "")}}
+            name = lane[1] + (f" {row + 1}" if row else "")
+            yield {"ph": "M", "name": "thread_name", "pid": self.pid[lane[0]], "tid": tid, "args": {"name": name}}
         for span in (s for rows in self.rows.values() for spans in rows for s in spans):
             about = {"name": _said(span), "cat": span.kind, **self.where[span.event], "args": self.facts(span)}
             yield {"ph": "B", "ts": self.at(span.start), **about, "cname": COLOURS[span.kind]}
@@ -115,8 +116,6 @@ class _Writer:
 
 def in_use(run: Run) -> dict[str, list[tuple[int, int]]]:
     """By device: (time, bytes of its compute memory that hold something still needed), in the last run of the last graph."""
-    from workbench.views.runs import pieces
-
     nodes: list[int] = run.graph.get("nodes", [])
     spans = {s.node: s for s in run.spans if s.node >= 0 and s.run == run.runs}
     times, at = list[int](), run.window[0]
@@ -127,7 +126,7 @@ def in_use(run: Run) -> dict[str, list[tuple[int, int]]]:
         return {}
     changes: dict[str, dict[int, int]] = defaultdict(lambda: defaultdict(int))
     for p in pieces(run):
-        device = "host" if p.buffer < len(run.devices) and run.devices[p.buffer][2] and "host" in dict(run.lanes) else run.device_name(p.buffer)
+        device = run.device_name(p.buffer)
         changes[device][times[min(p.first, len(times) - 1)]] += p.bytes
         changes[device][times[p.end] if p.end < len(times) else run.window[1]] -= p.bytes
     out: dict[str, list[tuple[int, int]]] = {}

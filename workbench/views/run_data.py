@@ -301,7 +301,8 @@ class Reader:
         self._tasked.add(d["node"])
         self._on_compute(event, d, f"thread {d['thread']}")
 
-    def _span(self, event: Event, lane: tuple[str, str], kind: str, name: str, nbytes: int, split: int, node: int = -1, copy: str = "") -> None:
+    def _span(self, event: Event, lane: tuple[str, str], kind: str, name: str, nbytes: int, split: int, node: int = -1,
+              copy: str = "") -> None:  # fmt: skip
         self.run.spans.append(Span(lane, kind, name, event.start, event.end, nbytes, split, node, self.run.runs, self.n, copy))
         if 0 <= split < len(self.run.splits) and kind != "wait":
             times = self.run.splits[split].times.setdefault(self.run.runs, [event.start, event.end])
@@ -356,6 +357,68 @@ class Reader:
 
     def _on_event_wait(self, event: Event, d: dict[str, Any]) -> None:
         self.run.marks.append(Mark((d["device"], "compute"), "waited for", d["event"], event.start, self.n))
+
+
+# ---- memory
+
+
+class Piece(NamedTuple):
+    """A tensor's place in compute memory, from the node that writes it to behind the last one that reads it; `kind`: "op" for a
+    result, or one of COPIES."""
+
+    buffer: int
+    chunk: int
+    offset: int
+    bytes: int
+    first: int
+    end: int
+    name: str
+    kind: str
+
+
+def pieces(run: Run) -> list[Piece]:
+    """Who lies where from which node to which, in the order of the graph; of the last graph that was placed."""
+    tensors: list[dict[str, Any]] = run.graph.get("tensors", [])
+    order = {t: i for i, t in enumerate(run.graph.get("nodes", []))}
+    ids = {len(tensors) + n: copy for n, copy in enumerate(run.copy_names)}
+    first, last = _lives(run, tensors, order, {copy: i for i, copy in ids.items()})
+    out = []
+    for i, place in run.places.items():
+        if i in ids:
+            kept, name, kind = False, ids[i], run.copies[ids[i]][1]
+        elif i < len(tensors):
+            flags = set(tensors[i]["flags"])
+            kept, name, kind = bool(flags & {"input", "output"}), shown(tensors[i]["name"]), "inputs" if "input" in flags else "op"
+        else:
+            continue
+        begin = 0 if kept and kind == "inputs" else first.get(i, 0)
+        out.append(Piece(*place, begin, max(len(order) if kept else last.get(i, begin) + 1, begin + 1), name, kind))
+    return out
+
+
+def _lives(run: Run, tensors: list[dict[str, Any]], order: dict[int, int], ids: dict[str, int]) -> tuple[dict[int, int], dict[int, int]]:
+    """By id: the node that writes a tensor first, and the last one that reads it, a view of it or, for the original of a copy, the last
+    before the copy is there."""
+    def owner(i: int) -> int:
+        return tensors[i].get("view", [i])[0] if i < len(tensors) else i
+
+    first = {ids[copy]: node for copy, node in run.born.items()}
+    last: dict[int, int] = {}
+    for node, at in order.items():
+        first.setdefault(owner(node), at)
+        last[owner(node)] = at
+        for j, s in enumerate(tensors[node]["src"]):
+            if s is not None:
+                copy = run.rewrites.get((node, j))
+                last[owner(s) if copy is None else ids[copy]] = at
+    for split in run.splits:
+        for original, *_ in split.inputs:
+            i = owner(original)
+            last[i] = max(last.get(i, 0), split.first - 1)
+    return first, last
+
+
+# ---- names and sizes
 
 
 def _plain(name: str) -> str:

@@ -3,72 +3,17 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import Any, NamedTuple
+from typing import Any
 
-from workbench.errors import shown
 from workbench.trace import Trace
 from workbench.views.figures import Picture, new_figure, picture
 from workbench.views.palette import Style, ink_on
-from workbench.views.run_data import COPIES, WORK, Run, run_data
+from workbench.views.run_data import COPIES, WORK, Piece, Run, pieces, run_data
 from workbench.views.step_drawing import draw_pieces
 from workbench.views.tables import Table, table
 from workbench.views.timelines import LOOKS, amount, byte_axis, covered, duration, legend, unit_of
+
 LABELS = {"op": "result of a node", "weights": "W copy of weights", "activations": "A copy of activations", "inputs": "I input or its copy"}
-
-
-class Piece(NamedTuple):
-    """A tensor's place in compute memory, from the node that writes it to behind the last one that reads it; `kind`: a key of LABELS."""
-
-    buffer: int
-    chunk: int
-    offset: int
-    bytes: int
-    first: int
-    end: int
-    name: str
-    kind: str
-
-
-def pieces(run: Run) -> list[Piece]:
-    """Who lies where from which node to which, in the order of the graph; of the last graph that was placed."""
-    tensors: list[dict[str, Any]] = run.graph.get("tensors", [])
-    order = {t: i for i, t in enumerate(run.graph.get("nodes", []))}
-    ids = {len(tensors) + n: copy for n, copy in enumerate(run.copy_names)}
-    first, last = _lives(run, tensors, order, {copy: i for i, copy in ids.items()})
-    out = []
-    for i, place in run.places.items():
-        if i in ids:
-            kept, name, kind = False, ids[i], run.copies[ids[i]][1]
-        elif i < len(tensors):
-            flags = set(tensors[i]["flags"])
-            kept, name, kind = bool(flags & {"input", "output"}), shown(tensors[i]["name"]), "inputs" if "input" in flags else "op"
-        else:
-            continue
-        begin = 0 if kept and kind == "inputs" else first.get(i, 0)
-        out.append(Piece(*place, begin, max(len(order) if kept else last.get(i, begin) + 1, begin + 1), name, kind))
-    return out
-
-
-def _lives(run: Run, tensors: list[dict[str, Any]], order: dict[int, int], ids: dict[str, int]) -> tuple[dict[int, int], dict[int, int]]:
-    """By id: the node that writes a tensor first, and the last one that reads it, a view of it or, for the original of a copy, the last
-    before the copy is there."""
-    def owner(i: int) -> int:
-        return tensors[i].get("view", [i])[0] if i < len(tensors) else i
-
-    first = {ids[copy]: node for copy, node in run.born.items()}
-    last: dict[int, int] = {}
-    for node, at in order.items():
-        first.setdefault(owner(node), at)
-        last[owner(node)] = at
-        for j, s in enumerate(tensors[node]["src"]):
-            if s is not None:
-                copy = run.rewrites.get((node, j))
-                last[owner(s) if copy is None else ids[copy]] = at
-    for split in run.splits:
-        for original, *_ in split.inputs:
-            i = owner(original)
-            last[i] = max(last.get(i, 0), split.first - 1)
-    return first, last
 
 
 def memory_map(trace: Trace, k: int | None = None, caption: str = "") -> Picture:
@@ -88,15 +33,18 @@ def memory_map(trace: Trace, k: int | None = None, caption: str = "") -> Picture
         legend(figure, [(k, LABELS[k]) for k in LABELS if any(p.kind == k for p in lying)], loc="outside upper left")
     facts = _memory_facts(run, lying)
     said = "; ".join(f"{name}: {high:,} bytes for {count} tensors of {alone:,} bytes" for name, count, high, alone, *_ in facts)
-    return picture(figure, f"Rectangles of address and time, one panel per device. {said or 'Nothing was placed'}.", caption or _memory_conclusion(facts))
+    alt = f"Rectangles of address and time, one panel per device. {said or 'Nothing was placed'}."
+    return picture(figure, alt, caption or _memory_conclusion(facts))
 
 
 def memory_table(trace: Trace, k: int | None = None) -> Table:
     """The memory map as a table: what each device needs, and what is largest when most of it is in use."""
     run = run_data(trace, k)
     facts = _memory_facts(run, pieces(run))
-    rows = [(name, count, high, alone, f"{alone / max(high, 1):.1f}", f"node {at}", used, largest) for name, count, high, alone, at, used, largest in facts]
-    return table(["memory", "tensors", "bytes", "one place each", "ratio", "fullest at", "bytes then", "largest then"], rows, _memory_conclusion(facts))
+    rows = [(name, count, high, alone, f"{alone / max(high, 1):.1f}", f"node {at}", used, largest)
+            for name, count, high, alone, at, used, largest in facts]  # fmt: skip
+    columns = ["memory", "tensors", "bytes", "one place each", "ratio", "fullest at", "bytes then", "largest then"]
+    return table(columns, rows, _memory_conclusion(facts))
 
 
 def _draw_buffer(axes: Any, run: Run, buffer: int, lying: list[Piece], n: int) -> None:
@@ -111,7 +59,8 @@ def _draw_buffer(axes: Any, run: Run, buffer: int, lying: list[Piece], n: int) -
     for p in lying:
         fill, hatch = LOOKS[p.kind]
         short = p.name.split("#")[1] if p.name.count("#") > 1 else p.name
-        drawn.append((Style(fill, ink_on(fill), hatch), p.first, p.end, base[p.chunk] + p.offset, p.bytes, (short, short.removeprefix("blk."))))
+        names = (short, short.removeprefix("blk."))
+        drawn.append((Style(fill, ink_on(fill), hatch), p.first, p.end, base[p.chunk] + p.offset, p.bytes, names))
     draw_pieces(axes, drawn, n, high, 0.07)
     axes.set(xlim=(0, n), ylim=(0, max(high, 1) * 1.02))
     axes.set_title(f"{run.device_name(buffer)}: {high:,} bytes", fontsize=8, loc="left", pad=2)
@@ -136,7 +85,8 @@ def _memory_facts(run: Run, lying: list[Piece]) -> list[tuple[str, int, int, int
             used[at] = sum(alive.values())
         full = max(sorted(used), key=lambda at: used[at])
         largest = max((p for p in mine if p.first <= full < p.end), key=lambda p: p.bytes)
-        out.append((run.device_name(buffer), len(mine), high, sum(p.bytes for p in mine), full, used[full], f"{largest.name} ({amount(largest.bytes)})"))
+        said = f"{largest.name} ({amount(largest.bytes)})"
+        out.append((run.device_name(buffer), len(mine), high, sum(p.bytes for p in mine), full, used[full], said))
     return out
 
 
@@ -174,10 +124,12 @@ def traffic(trace: Trace, k: int | None = None, caption: str = "") -> Picture:
         x = 0
         for kind in COPIES:
             fill, hatch = LOOKS[kind]
-            axes.barh(y, way[kind], left=x, height=0.66, fc=fill, ec="#333333", lw=0.5 if way[kind] else 0, hatch=hatch)[0].set_hatch_linewidth(0.5)
+            line = 0.5 if way[kind] else 0
+            (bar,) = axes.barh(y, way[kind], left=x, height=0.66, fc=fill, ec="#333333", lw=line, hatch=hatch)
+            bar.set_hatch_linewidth(0.5)
             if way[kind] > 0.09 * most:
-                axes.text(x + way[kind] / 2, y, f"{WORK[kind][0]} {amount(way[kind])}", ha="center", va="center", size=7.5, color=ink_on(fill),
-                          bbox={"fc": fill, "ec": "none", "pad": 1.2})  # fmt: skip
+                axes.text(x + way[kind] / 2, y, f"{WORK[kind][0]} {amount(way[kind])}", ha="center", va="center", size=7.5,
+                          color=ink_on(fill), bbox={"fc": fill, "ec": "none", "pad": 1.2})  # fmt: skip
             x += way[kind]
         axes.text(x + 0.008 * most, y, f"{amount(x)} in {way['copies']} copies", va="center", size=7.5)
     axes.set(xlim=(0, 1.17 * most), ylim=(max(len(ways), 1) - 0.5, -0.5))
@@ -188,7 +140,8 @@ def traffic(trace: Trace, k: int | None = None, caption: str = "") -> Picture:
         axes.spines[side].set_visible(False)
     if ways:
         legend(figure, [(kind, f"{WORK[kind][0]} {kind}") for kind in COPIES], loc="outside upper left")
-    said = "; ".join(f"{a} to {b}: {', '.join(f'{way[kind]:,} bytes of {kind}' for kind in COPIES if way[kind])}" for (a, b), way in ways.items())
+    said = "; ".join(f"{a} to {b}: " + ", ".join(f"{way[kind]:,} bytes of {kind}" for kind in COPIES if way[kind])
+                     for (a, b), way in ways.items())  # fmt: skip
     return picture(figure, f"Bars of bytes, one for each direction. {said or 'Nothing moved'}.", caption or _traffic_conclusion(run, ways))
 
 
@@ -196,9 +149,10 @@ def traffic_table(trace: Trace, k: int | None = None) -> Table:
     """The traffic as a table, with totals."""
     run = run_data(trace, k)
     ways = _ways(run)
-    rows = [(a, b, *(way[kind] for kind in COPIES), sum(way[kind] for kind in COPIES), way["copies"]) for (a, b), way in ways.items()]
+    counts = [[*(way[kind] for kind in COPIES), sum(way[kind] for kind in COPIES), way["copies"]] for way in ways.values()]
+    rows = [[a, b, *numbers] for (a, b), numbers in zip(ways, counts)]
     if len(rows) > 1:
-        rows.append(("all", "", *(sum(row[i] for row in rows) for i in range(2, 7))))  # type: ignore[arg-type]
+        rows.append(["all", "", *map(sum, zip(*counts))])
     return table(["from", "to", *COPIES, "bytes", "copies"], rows, _traffic_conclusion(run, ways))
 
 
@@ -229,9 +183,10 @@ def split_table(trace: Trace, k: int | None = None) -> Table:
         largest = max(s.inputs, key=lambda i: i[3], default=None)
         what = f"{largest[1]} ({amount(largest[3])})" if largest else ""
         nodes = f"{s.first} … {s.last - 1}" if s.last > s.first else str(s.first)
-        rows.append((s.index, run.device_name(s.backend), nodes, len(s.inputs), s.bytes, moved, what, times[s.index] / unit, copying / unit, s.cause))
-    caption = _split_conclusion(run, times)
-    return table(["split", "backend", "nodes", "inputs", "their bytes", "moved", "largest input", f"time, {name}", f"copying, {name}", "begins because"], rows, caption)
+        rows.append((s.index, run.device_name(s.backend), nodes, len(s.inputs), s.bytes, moved, what, times[s.index] / unit,
+                     copying / unit, s.cause))  # fmt: skip
+    columns = ["split", "backend", "nodes", "inputs", "their bytes", "moved", "largest input", f"time, {name}", f"copying, {name}"]
+    return table([*columns, "begins because"], rows, _split_conclusion(run, times))
 
 
 def _split_conclusion(run: Run, times: dict[int, int]) -> str:
@@ -239,8 +194,8 @@ def _split_conclusion(run: Run, times: dict[int, int]) -> str:
         return "No graph was split."
     causes: dict[str, int] = defaultdict(int)
     for s in run.splits[1:]:
-        causes["for a weight that must be copied in" if s.cause.startswith("the weight") else "because the backend changes" if "another backend" in s.cause
-               else s.cause] += 1  # fmt: skip
+        weight, other = s.cause.startswith("the weight"), "another backend" in s.cause
+        causes["for a weight that must be copied in" if weight else "because the backend changes" if other else s.cause] += 1
     said = ", ".join(f"{n} {why}" for why, n in sorted(causes.items(), key=lambda item: -item[1]))
     count = f"{len(run.splits)} splits" if len(run.splits) > 1 else "1 split"
     slow = max(times, key=lambda i: times[i])

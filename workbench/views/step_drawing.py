@@ -39,8 +39,9 @@ def _packing(trace: Steps, k: int, caption: str) -> Picture:
     figure = new_figure(8.6, 4.4)
     axes = figure.add_subplot()
     wide, tall = trace["n_nodes"] + 1, sum(trace["chunks"])
-    draw_pieces(axes, [(replace(style(t), hatch=""), start, end, bases[chunk] + offset, size, (trace["names"][t], trace["tags"][t].split()[-1]))
-                       for t, chunk, offset, size, start, end in pieces], wide, tall)  # fmt: skip
+    drawn = [(replace(style(t), hatch=""), start, end, bases[chunk] + offset, size, (trace["names"][t], trace["tags"][t].split()[-1]))
+             for t, chunk, offset, size, start, end in pieces]  # fmt: skip
+    draw_pieces(axes, drawn, wide, tall)
     high = sum(s["high"])
     axes.axhline(high, color="#D55E00", lw=1.3, ls="--")
     axes.set(xlim=(-1, trace["n_nodes"]), ylim=(0, max(high, 1) * 1.12), xlabel="time: the node being computed", ylabel="address in bytes")
@@ -52,11 +53,13 @@ def _packing(trace: Steps, k: int, caption: str) -> Picture:
     return picture(figure, f"{trace['title']}: rectangles of address and time; {said}.", caption)
 
 
-def draw_pieces(axes: Any, pieces: Iterable[tuple[Style, int, int, int, int, Sequence[str]]], wide: int, tall: int, least: float = 0.03) -> None:
+def draw_pieces(axes: Any, pieces: Iterable[tuple[Style, int, int, int, int, Sequence[str]]], wide: int, tall: int,
+                least: float = 0.03) -> None:  # fmt: skip
     """Rectangles of time × address (look, from, to, address, bytes, names) in axes of `wide` × `tall`; the first name with room
     is written where the height is more than the share `least`."""
     for look, start, end, y, size, names in pieces:
-        axes.add_patch(Rectangle((start, y), end - start, size, fc=look.fill, ec="#222222", lw=0.6, hatch=look.hatch)).set_hatch_linewidth(0.4)
+        box = Rectangle((start, y), end - start, size, fc=look.fill, ec="#222222", lw=0.6, hatch=look.hatch)
+        axes.add_patch(box).set_hatch_linewidth(0.4)
         name = next((n for n in names if len(n) < (end - start) / max(wide, 1) / 0.0125), "")
         if name and size / max(tall, 1) > least:
             axes.text((start + end) / 2, y + size / 2, name, ha="center", va="center", size=6.5, color=look.ink,

@@ -70,12 +70,13 @@ def timeline_table(trace: Trace, k: int | None = None) -> Table:
     for lane in run.lanes:
         spans = [s for s in run.spans if s.lane == lane]
         busy, gap = covered((s.start, s.end) for s in spans if s.kind != "wait"), longest_gap(run, [lane])
-        rows.append((lane_name(lane, run.lanes), sum(not s.copy_name for s in spans if s.kind != "wait"), sum(bool(s.copy_name) for s in spans),
+        computes, copies = sum(not s.copy_name for s in spans if s.kind != "wait"), sum(bool(s.copy_name) for s in spans)
+        rows.append((lane_name(lane, run.lanes), computes, copies,
                      sum(s.bytes for s in spans), busy / scale, f"{busy / max(end - begin, 1):.0%}",
                      sum(s.ns for s in spans if s.kind == "wait") / scale, gap.end / scale - gap.start / scale if gap else 0.0,
                      gap.cause if gap else ""))  # fmt: skip
-    return table(["lane", "computes", "copies", "bytes copied", f"busy, {unit}", "of the time", f"waits, {unit}", f"longest gap, {unit}", "meanwhile"],
-                 rows, _conclusion(run))  # fmt: skip
+    columns = ["lane", "computes", "copies", "bytes copied", f"busy, {unit}", "of the time", f"waits, {unit}"]
+    return table([*columns, f"longest gap, {unit}", "meanwhile"], rows, _conclusion(run))
 
 
 # ---- what follows from it
@@ -158,7 +159,8 @@ def _alt(run: Run, begin: int, end: int) -> str:
     for lane in run.lanes:
         spans = [s for s in run.spans if s.lane == lane and s.end > begin and s.start < end]
         kinds = {kind: sum(s.kind == kind for s in spans) for kind in WORK}
-        said.append(f"{lane_name(lane, run.lanes)}: " + (", ".join(f"{n} × {WORK[kind][1]}" for kind, n in kinds.items() if n) or "nothing"))
+        counts = ", ".join(f"{n} × {WORK[kind][1]}" for kind, n in kinds.items() if n)
+        said.append(f"{lane_name(lane, run.lanes)}: {counts or 'nothing'}")
     return f"Timeline of {duration(end - begin)}, one lane per stream. {'; '.join(said) or 'Nothing happened'}."
 
 
@@ -230,7 +232,8 @@ def legend(figure: Any, entries: Sequence[tuple[str, str]], **place: Any) -> Non
     """One line of keys of LOOKS with their labels."""
     handles = [Patch(fc=LOOKS[kind][0], ec="#555555", hatch=LOOKS[kind][1], lw=0.5, label=label) for kind, label in entries]
     if handles:
-        figure.legend(handles=handles, ncols=len(handles), fontsize=7, frameon=False, handlelength=1.6, columnspacing=1.2, handletextpad=0.4, **place)
+        figure.legend(handles=handles, ncols=len(handles), fontsize=7, frameon=False, handlelength=1.6, columnspacing=1.2,
+                      handletextpad=0.4, **place)  # fmt: skip
 
 
 def lane_name(lane: tuple[str, str], lanes: Sequence[tuple[str, str]]) -> str:

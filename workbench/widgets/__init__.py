@@ -5,6 +5,7 @@ from workbench.widgets.controls import Knobs, Question, Range
 from workbench.widgets.graph_view import GraphView
 from workbench.widgets.prompt_player import PromptPlayer
 from workbench.widgets.stepper import Stepper
-from workbench.widgets.steps import step_expand, step_memory, step_plan
+from workbench.widgets.steps import step_expand, step_memory, step_plan, step_run
 
-__all__ = ["GraphView", "Knobs", "PromptPlayer", "Question", "Range", "Shown", "Stepper", "step_expand", "step_memory", "step_plan"]
+__all__ = ["GraphView", "Knobs", "PromptPlayer", "Question", "Range", "Shown", "Stepper", "step_expand", "step_memory", "step_plan",
+           "step_run"]  # fmt: skip
