@@ -65,11 +65,6 @@ def test_parameters_are_checked(wrong):
         Sampler(**wrong)
 
 
-def test_logits_that_are_not_numbers_are_an_error():
-    with pytest.raises(ModelError, match="NaN"):
-        Sampler()(np.float32([0, np.nan]))
-
-
 @pytest.mark.parametrize("name", ["p00", "p01"])
 def test_greedy_text_is_that_of_llama_cpp(session, data, name):
     oracle = np.load(data / "oracle/tiny-mixtral-f16.dequant-f32.npz")
@@ -183,3 +178,20 @@ def test_ctrl_c_ends_the_text_and_still_reports(monkeypatch, capsys):
     monkeypatch.setattr(Session, "decode", interrupted)
     assert command.main(["tiny-mixtral-f16", "--prompt", PROMPT, "--tokens", "30"]) == 0
     assert "ended: asked to stop" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("logits", [[np.nan, 1], [np.inf, 1], [-np.inf, -np.inf]])
+def test_logits_with_nothing_to_choose_from_are_an_error(logits):
+    for sampler in (Sampler(), Sampler(1.0, seed=0)):
+        with pytest.raises(ModelError, match="largest is"):
+            sampler(np.float32(logits))
+
+
+def test_a_temperature_next_to_nothing_is_greedy():
+    assert Sampler(1e-320, seed=0)(np.float32([1, 3, -np.inf, 2])) == 1
+
+
+def test_a_generation_that_never_started_gives_back_its_session_and_model():
+    generation = generate("tiny-mixtral-f16", PROMPT, 5)
+    generation.close()
+    assert [own.context.closed if hasattr(own, "context") else own.cache.context.closed for own in generation._own] == [True, True]

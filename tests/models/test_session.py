@@ -1,4 +1,6 @@
 """Sessions: the KV cache, several sequences, buckets, reuse of graphs, recorded routes. Logits: tests/parity/test_logits.py."""
+import os
+import shutil
 import tracemalloc
 
 import numpy as np
@@ -8,8 +10,9 @@ from hypothesis import strategies as st
 
 from tests.models.small import N_VOCAB, small_model
 from workbench.devices import CpuBackend
-from workbench.errors import ModelError, ParameterError
+from workbench.errors import FileFormatError, ModelError, ParameterError
 from workbench.models import Session, load
+from workbench.models.gguf import find_model
 
 TOLERANCE = 1e-4  # other shapes: other order of summation
 TEXT = [0, 308, 621, 1346, 545, 688, 1540, 312, 1877, 480, 1654, 310]
@@ -218,3 +221,27 @@ def test_graphs_that_are_no_longer_used_are_dropped(small):
 def test_threads_give_the_same_bits(model):
     with Session(model) as one, Session(model, n_threads=2) as two:
         np.testing.assert_array_equal(one.decode(TEXT * 4), two.decode(TEXT * 4))
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows does not let anyone write to a mapped file")
+@pytest.mark.parametrize("how", ["cut", "written", "replaced"])
+def test_a_model_file_that_changes_while_it_is_open(tmp_path, how):
+    path = tmp_path / "m.gguf"
+    shutil.copy(find_model("tiny-mixtral-f16"), path)
+    with load(path) as model, Session(model) as session:
+        before = session.decode([1, 2, 3])
+        if how == "cut":  # reading the lost pages would end the process
+            os.truncate(path, 100_000)
+        elif how == "written":
+            with path.open("r+b") as f:
+                f.seek(5_000_000)
+                f.write(bytes(1000))
+        else:
+            os.replace(shutil.copy(path, tmp_path / "new.gguf"), path)
+        session.reset()
+        if how == "replaced":  # another file: what is mapped stays as it was
+            assert np.array_equal(session.decode([1, 2, 3]), before)
+            return
+        with pytest.raises(FileFormatError, match="changed while it was open"):
+            session.decode([1, 2, 3])
+        assert session.n_past() == 0 and session.cache.n_used == 0

@@ -64,8 +64,8 @@ class GenerationStats:
 class Generation(Iterator[Piece]):
     """The tokens of one generation, made as they are asked for. `text`, `tokens`: so far; `stats`: what it cost."""
 
-    def __init__(self, pieces: Generator[Piece, None, None], stats: GenerationStats) -> None:
-        self._pieces, self.stats = pieces, stats
+    def __init__(self, pieces: Generator[Piece, None, None], stats: GenerationStats, own: Sequence[Session | Model] = ()) -> None:
+        self._pieces, self.stats, self._own = pieces, stats, own
         self.text, self.tokens = "", list[int]()
 
     def __next__(self) -> Piece:
@@ -76,8 +76,9 @@ class Generation(Iterator[Piece]):
         return piece
 
     def close(self) -> None:
-        """End the generation here."""
+        """End the generation here, and give back the session and the model that were made for it."""
         self._pieces.close()
+        _close(self._own)  # a generator that never started does not do it
 
     def run(self) -> str:
         """Generate to the end; the whole text."""
@@ -111,8 +112,8 @@ def generate(source: Session | Model | str | Path, prompt: str | Sequence[int], 
                 model.close()
             raise
     stats = GenerationStats(n_prompt=len(ids))
-    own = [] if isinstance(source, Session) else [session, *([model] if model is not None else [])]
-    return Generation(_pieces(session, ids, n_tokens, sampler or Sampler(), on_token, stop, seq, stats, own), stats)
+    own: list[Session | Model] = [] if source is session else [session] if model is None else [session, model]
+    return Generation(_pieces(session, ids, n_tokens, sampler or Sampler(), on_token, stop, seq, stats, own), stats, own)
 
 
 def _prompt_ids(model: Model, prompt: str | Sequence[int]) -> list[int]:
@@ -123,7 +124,7 @@ def _prompt_ids(model: Model, prompt: str | Sequence[int]) -> list[int]:
 
 
 def _pieces(session: Session, ids: list[int], n_tokens: int, sampler: Sampler, on_token: Callable[[Piece], Any] | None, stop: Stop | None,
-            seq: int, stats: GenerationStats, own: list[Any]) -> Generator[Piece, None, None]:  # fmt: skip
+            seq: int, stats: GenerationStats, own: Sequence[Session | Model]) -> Generator[Piece, None, None]:  # fmt: skip
     try:
         for piece in _tokens(session, ids, n_tokens, sampler, stop, seq, stats):
             if on_token is not None:
@@ -132,8 +133,12 @@ def _pieces(session: Session, ids: list[int], n_tokens: int, sampler: Sampler, o
     finally:
         stats.peak_memory = peak_memory()
         stats.ended = stats.ended or "asked to stop"  # the iterator was closed, or interrupted
-        for resource in own:
-            resource.close()
+        _close(own)
+
+
+def _close(resources: Sequence[Session | Model]) -> None:
+    for resource in resources:
+        resource.close()
 
 
 def _tokens(session: Session, ids: list[int], n_tokens: int, sampler: Sampler, stop: Stop | None, seq: int,

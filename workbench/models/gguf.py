@@ -139,6 +139,7 @@ class GGUFFile:
 
     def __init__(self, storage: HostStorage, path: Path, mapping: mmap.mmap | None = None) -> None:
         self.path, self.storage, self._mapping = path, storage, mapping
+        self._written = _state(path) if mapping is not None else None
         self.metadata = Metadata()
         self.tensors: dict[str, TensorInfo] = {}
         self.version = self.alignment = self.data_offset = 0
@@ -192,6 +193,18 @@ class GGUFFile:
         leaf.name = name  # as it is in the file: its length was checked, and `named` would drop bytes that are not UTF-8
         leaf.place(self.storage, info.offset)
         return leaf
+
+    def require_unchanged(self) -> None:
+        """Raise FileFormatError where the file was cut or written since it was opened.
+
+        Its pages are shared with whoever writes: numbers would change under a run, and reading a page that was cut off ends
+        the process (SIGBUS). A new file in the same place is another file and does no harm.
+        """
+        if self._mapping is not None and not self.storage.closed:
+            now = _state(self.path)
+            if self._mapping.size() < self.storage.size or now != self._written and now[0] == self._written[0]:  # type: ignore[index]
+                raise FileFormatError(f"{shown(self.path.name)} was changed while it was open", "a file that nobody writes to",
+                                      "open the model again, once it is whole")  # fmt: skip
 
     def close(self) -> None:
         """Give the mapping back (once no NumPy view of it is left); later use of tensors is an error."""
@@ -440,6 +453,15 @@ def _map(path: Path) -> mmap.mmap:
             return mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ)
     except OSError as e:
         bad(f"cannot be opened: {e.strerror or e}", "check its permissions" if isinstance(e, PermissionError) else "")
+
+
+def _state(path: Path) -> tuple[tuple[int, int], int, int]:
+    """Which file this is, its size, and when it was written."""
+    try:
+        about = path.stat()
+    except OSError:
+        return (0, 0), 0, 0  # removed: what is mapped stays
+    return (about.st_dev, about.st_ino), about.st_size, about.st_mtime_ns
 
 
 _MAGICS: list[tuple[bytes, str, str]] = [

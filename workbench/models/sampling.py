@@ -35,9 +35,9 @@ class Sampler:
         self.rng = np.random.default_rng(self.seed)
 
     def __call__(self, logits: np.ndarray) -> int:
-        """The next token id. Raises ModelError where the logits hold NaN."""
-        if np.isnan(logits).any():
-            raise ModelError("logits that are not numbers (NaN)", "finite logits", "the file may be damaged: compare it with its source")
+        """The next token id. Raises ModelError where the logits hold NaN, or nothing to choose from."""
+        if not np.isfinite(highest := logits.max()):  # NaN anywhere gives NaN
+            raise ModelError(f"logits whose largest is {highest}", "finite logits", "the file may be damaged: compare it with its source")
         if self.temperature == 0:
             return int(logits.argmax())
         tokens, p = self.candidates(logits)
@@ -53,9 +53,10 @@ class Sampler:
         if self.top_p < 1:
             kept = int(np.searchsorted(_soft_max(x).cumsum(), self.top_p)) + 1
             tokens, x = tokens[:kept], x[:kept]
-        return tokens, _soft_max(x / self.temperature)
+        return tokens, _soft_max(x, self.temperature)
 
 
-def _soft_max(x: np.ndarray) -> np.ndarray:
-    p = np.exp(x - x.max())
+def _soft_max(x: np.ndarray, temperature: float = 1.0) -> np.ndarray:
+    with np.errstate(over="ignore"):  # a temperature next to nothing: -inf, and so probability 0
+        p = np.exp((x - x.max()) / temperature)
     return p / p.sum()

@@ -71,8 +71,9 @@ class Session:
 
         One token per sequence is a decode step: the number of rows is then padded to a power of two, so that few graphs
         serve any number of sequences. Raises ModelError where the context is full, ParameterError for tokens or
-        sequences that do not exist; the session is then as it was before.
+        sequences that do not exist, FileFormatError where the model's file was changed; the session is then as it was before.
         """
+        self.model.file.require_unchanged()
         tokens, seqs, positions, wanted = self._rows(entries, outputs)
         if len(tokens) > self.n_ctx - self.cache.n_used:
             raise ModelError(f"the context is full: {self.cache.n_used} of {self.n_ctx} cells are in use, {len(tokens)} more tokens came",
@@ -180,8 +181,8 @@ class Session:
         return tuple(map(np.concatenate, (tokens, seqs, positions, wanted)))  # type: ignore[return-value]
 
     def _checked_seq(self, seq: int) -> int:
-        if not 0 <= seq < self.n_seq_max:
-            raise ParameterError(f"sequence {seq}", f"0 to {self.n_seq_max - 1}", "Session(model, n_seq_max=…) allows more")
+        if not isinstance(seq, int | np.integer) or not 0 <= seq < self.n_seq_max:
+            raise ParameterError(f"sequence {seq!r}", f"0 to {self.n_seq_max - 1}", "Session(model, n_seq_max=…) allows more")
         return seq
 
     def _run(self, tokens: np.ndarray, seqs: np.ndarray, positions: np.ndarray, cells: np.ndarray, wanted: np.ndarray,

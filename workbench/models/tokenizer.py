@@ -38,7 +38,7 @@ class Tokenizer:
     None. eog: ids that end a generation (`llama_vocab_is_eog`). add_bos: whether prompts start with BOS.
     """
 
-    def __init__(self, tokens: Sequence[str], merges: Iterable[str], *, types: Sequence[int] | None = None, bos: int | None = None,
+    def __init__(self, tokens: Sequence[str], merges: Iterable[str], *, types: Iterable[int] | None = None, bos: int | None = None,
                  eos: int | None = None, ends: Iterable[int | None] = (), add_bos: bool = False) -> None:  # fmt: skip
         self.tokens = list(tokens)
         kinds = [1] * len(self.tokens) if types is None else list(types)
