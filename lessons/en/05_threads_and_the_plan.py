@@ -11,9 +11,10 @@
 #
 # **49 minutes** · before it: 03, the graph; 04 helps · after it: 06, gradients
 #
-# Lesson 04 built a graph once and ran it many times. Between building and running lies one more object, the *plan*. It settles how each
-# node's work is cut into tasks, and how much scratch memory the tasks need. Afterwards you can say what eight threads do with a graph,
-# why they do not change its numbers, and at how many threads speed stops growing, and for which of three reasons.
+# Lesson 04 built a graph once and ran it many times. Between building and running lies one more object, the *plan*: one ready call for
+# each node that needs work, with everything settled that does not change from run to run. Afterwards you can say how a node is cut into
+# tasks, what eight threads do with a graph, why they do not change its numbers, and at how many of them speed stops growing, for which
+# of three reasons.
 #
 # You need NumPy; you need no ggml. Sections can be run in any order; each needs only the cell below.
 
@@ -32,13 +33,14 @@ state = lesson.state
 # ## 1 · What a plan settles · 6 min
 #
 # Our patient is one layer of TinyLlama-1.1B at half its width, with made-up weights: 46 MB, more than most processors can keep in their
-# caches. A text of 256 tokens goes through it, on four threads.
+# caches. A text of 256 tokens goes through it, on four threads. The names are llama.cpp's: `Qcur` to `attn_out` are the attention;
+# `ffn_gate`, `ffn_up` and `ffn_out` the three large products behind it.
 
 # %%
 plan, step = state.prepare(n_tokens=256, n_threads=4)
 rows = [(r.node, r.op, r.tasks, r.work) for r in plan.table() if r.tasks > 1 or r.work > 200_000]
 views.table(["node", "operation", "tasks", "scratch bytes"], rows,
-            f"{len(rows)} of the {len(plan)} nodes that need work; every other one is a single, small task.")
+            f"{len(rows)} of the {len(plan)} nodes that need work; each of the others is one small task.")
 
 # %% [markdown]
 # A **task** is a piece of one node that a thread can compute alone. **Scratch** is memory that a node needs only while it is being
@@ -54,13 +56,14 @@ for n_threads in (1, 2, 4, 8, 16):
     most = max(plan.table(), key=lambda r: r.work)
     needs.append((n_threads, sum(r.work for r in plan.table()), most.work, most.node, plan.work_size))
 views.table(["threads", "sum over nodes", "largest node", "which", "work buffer"], needs,
-            "Nodes run one after another, so one piece of memory serves them all. More threads can make another node the largest.")
+            "Nodes run one after another, so one piece of memory serves them all. "
+            "More threads can make another node the largest.")
 
 # %% tags=["reveal"]
 plan, step = state.prepare(256, 4)
-works = [r.work for r in plan.table()]
-rule = {max(works): "largest", sum(works): "sum", sum(works) * 4: "sum times threads"}[plan.work_size]
-lesson.reveal("buffer", rule, size=plan.work_size, all=sum(works))
+needs = [r.work for r in plan.table()]
+rules = {max(needs): "largest", sum(needs): "sum", sum(needs) * 4: "sum times threads"}
+lesson.reveal("buffer", rules[plan.work_size], size=plan.work_size, all=sum(needs))
 
 # %% [markdown]
 # On four threads the largest is `kqv_out`, which packs the attention's result: D·T numbers of 4 bytes. So the buffer can be predicted
@@ -97,7 +100,8 @@ for n_tokens in (1, 512):
         shape = "×".join(map(str, nodes[name].ne[:2]))
         rows.append((n_tokens, nodes[name].desc, shape, len(parts), ends))
 views.table(["tokens", "operation", "result", "tasks", "tasks end before row"], rows,
-            "All borders but the last are multiples of 64. A task should take 50 µs or more, so small nodes stay whole.")
+            "All borders but the last are multiples of 64. "
+            "A task should take 50 µs or more, so small nodes stay whole.")
 
 # %% [markdown]
 # The same text, now on 1, 2, 3 and 4 threads.
@@ -131,10 +135,12 @@ whole, rows = (x * w).sum(axis=2), []
 for n in (1, 2, 3, 4):
     stretches = np.array_split(x * w, n, axis=2)        # one for each thread
     added = sum(part.sum(axis=2) for part in stretches)
-    worst = float(np.abs(added / whole - 1).max())
-    rows.append((n, added.tobytes() == whole.tobytes(), "0" if worst == 0 else "below 0.00001" if worst < 1e-5 else "more"))
+    worst = np.abs(added / whole - 1).max()
+    size = "0" if worst == 0 else "below 0.00001" if worst < 1e-5 else "more"
+    rows.append((n, added.tobytes() == whole.tobytes(), size))
 views.table(["threads", "the same bytes", "relative difference"], rows,
-            "Cut along the sum, the result depends on the number of threads. Neither ggml's products nor ours are cut there.")
+            "Cut along the sum, the result depends on the number of threads. "
+            "Neither ggml's products nor ours are cut there.")
 
 # %% [markdown]
 # In ggml, too, one thread adds up each number of a product. One of its kernels does cut a sum by threads: flash attention for a single
@@ -151,33 +157,39 @@ lesson.predict("queue")
 # %%
 plan, step = state.prepare(n_tokens=1, n_threads=4)
 chunks = [16 if r.op == "MUL_MAT" else 1 for r in plan.table()]
-log = state.ggml_threads(chunks, n_threads=4)     # each thread: all nodes, a chunk counter, a barrier
-entered = {thread: sum(me == thread for me, _, _ in log) for thread in range(4)}
+log = state.ggml_threads(chunks, n_threads=4)        # (thread, node it entered, chunks it took)
+entered = [sum(me == thread for me, _, _ in log) for thread in range(4)]
 took = [sum(n for _, at, n in log if at == node) for node in range(len(chunks))]
-assert took == chunks                              # every chunk exactly once
-views.table(["thread", "nodes it entered", "barriers it waited at"], [(t, n, n) for t, n in entered.items()],
-            f"ggml's way, re-enacted with real threads: {sum(chunks)} chunks of {len(chunks)} nodes, each done once, no queue.")
+assert took == chunks                                 # every chunk exactly once
+views.table(["thread", "nodes it entered", "barriers it met the others at"],
+            [(thread, n, n) for thread, n in enumerate(entered)],
+            f"ggml's way, re-enacted with real threads: {sum(chunks)} chunks of "
+            f"{len(chunks)} nodes, each done exactly once, and no queue.")
 
 # %% tags=["reveal"]
 plan, step = state.prepare(n_tokens=1, n_threads=4)
 log = state.ggml_threads([1] * len(plan), n_threads=4)
-lesson.reveal("queue", max(sum(me == thread for me, _, _ in log) for thread in range(4)), nodes=len(plan))
+entered = [sum(me == thread for me, _, _ in log) for thread in range(4)]
+lesson.reveal("queue", max(entered), nodes=len(plan))
 
 # %% [markdown]
 # **In ggml** (`ggml_graph_compute_thread`) every thread walks all nodes. Inside a product, threads take chunks of rows from one atomic
-# counter; elsewhere thread *i* of *n* takes its share of rows, or nothing. After each node all meet at a barrier.
+# counter, which gives each number once; elsewhere thread *i* of *n* takes its share of rows, or nothing. After each node comes a
+# *barrier*: a place where everybody waits until all have arrived. The rest of the article's sentence is right.
 #
-# **Here** the calling thread walks the nodes alone. It wakes the others only at a node with several tasks, hands out the tasks by a
-# counter as well, and waits until all are done. Why not ggml's way? Waking costs more in Python than a barrier in C:
+# **Here** the calling thread walks the nodes alone. It wakes the others only at a node with several tasks, hands these out by a counter
+# as well, and waits until all are done. Why not ggml's way? A meeting costs more in Python than in C:
 
 # %%
+plan, step = state.prepare(n_tokens=1, n_threads=2)
 m, cut_nodes = state.machine, sum(r.tasks > 1 for r in plan.table())
 ours, theirs = (m.wake_ns + m.helper_ns) / 1000, m.barrier_ns / 1000
 ways = [("ggml: a barrier after each node", len(plan), theirs), ("the same in Python", len(plan), ours),
         ("ours: only where a node is cut", cut_nodes, ours)]
-rows = [(way, n, f"{each:.2f}", f"{n * each:.1f}") for way, n, each in ways]
+rows = [(way, n, each, round(n * each, 2)) for way, n, each in ways]
 views.table(["two threads, one token", "meetings", "µs each", "µs in all"], rows,
-            "Recorded costs (next section). Ours meets rarely because each meeting is dear; ggml can afford all of them.")
+            "Recorded costs (next section). Each of our meetings is dear, so there are few of them; "
+            "ggml can afford one after every node.")
 
 # %% [markdown]
 # Now walk through our plan. *n* jumps to the next node that is cut. Watch what threads 1 to 3 do before `ffn_gate`.
@@ -185,8 +197,9 @@ views.table(["two threads, one token", "meetings", "µs each", "µs in all"], ro
 # %%
 plan, step = state.prepare(n_tokens=1, n_threads=4)
 order = [job.at for job in plan.jobs]
-assert order == sorted(order) and all(plan.n_tasks(i) >= 1 for i in order)    # one node after another
-widgets.step_plan(plan, caption="One token, four threads, simulated from counted work: only the three large products are shared.")
+assert order == sorted(order) and all(plan.n_tasks(i) >= 1 for i in order)    # one after another
+widgets.step_plan(plan, caption="One token, four threads, simulated from counted work: "
+                  "only the three large products are shared.")
 
 # %% [markdown]
 # ## 4 · What a meeting costs · 4 min
@@ -196,11 +209,13 @@ widgets.step_plan(plan, caption="One token, four threads, simulated from counted
 
 # %% tags=["device", "nbval-ignore-output"]
 m = state.machine
-rows = [(n, f"{state.wake_us(n):.1f}", f"{(m.wake_ns + m.helper_ns * (n - 1)) / 1000:.1f}") for n in (2, 3, 4)]
-views.table(["threads", "µs here", "µs recorded"], rows, "Your machine (this output may differ from the printed one) and the recorded one.")
+rows = [(n, round(state.wake_us(n), 1), (m.wake_ns + m.helper_ns * (n - 1)) / 1000) for n in (2, 3, 4)]
+views.table(["threads that meet", "µs on your machine", "µs recorded"], rows,
+            "The middle column may differ from the printed one.")
 
 # %%
-views.table(["recorded", "what and how"], list(state.recorded["measured"].items()), f"Measured on {state.recorded['measured on']}.")
+views.table(["recorded", "what and how"], list(state.recorded["measured"].items()),
+            f"Measured on {state.recorded['measured on']}.")
 
 # %% [markdown]
 # Real ggml was measured too: a chain of 4,100 nodes too small to share takes 31 ns per node on one thread and 511 ns on two. The difference
@@ -218,31 +233,34 @@ rows, m = [], state.machine
 for n_tokens in (1, 8, 64, 512):
     gate = next(w for w in state.works(state.layer(n_tokens)) if w.node.name == "ffn_gate-0")
     arithmetic, reading = gate.flops / m.flops / 1e6, gate.moved / m.memory / 1e6
-    rows.append((n_tokens, f"{gate.flops / gate.moved:.1f}", f"{arithmetic:.1f}", f"{reading:.1f}",
-                 "memory" if reading > arithmetic else "arithmetic"))
+    bound = "memory" if reading > arithmetic else "arithmetic"
+    rows.append((n_tokens, *(round(x, 1) for x in (gate.flops / gate.moved, arithmetic, reading)), bound))
 views.table(["tokens", "operations per byte", "ms of arithmetic", "ms of reading", "bound by"], rows,
             f"The recorded core does {m.flops:.0f} operations while {m.memory:.0f} bytes arrive: "
             f"it breaks even at {m.flops / m.memory:.0f} operations per byte.")
 
 # %% tags=["reveal"]
 one, many = (next(t for t in state.layer(n) if t.name == "ffn_gate-0") for n in (1, 512))
-lesson.reveal("bytes", round(many.spec.moved(many) / one.spec.moved(one), 1), flops=many.spec.flops(many) // one.spec.flops(one))
+times = round(many.spec.moved(many) / one.spec.moved(one), 1)
+lesson.reveal("bytes", times, flops=many.spec.flops(many) // one.spec.flops(one))
 
 # %% [markdown]
 # This divides all of inference. A prompt is *compute-bound*: more cores, more arithmetic. A new token is *memory-bound*: cores share one
-# memory, and once it is busy, more of them only wait. The picture is called a roofline.
+# memory, and once it is busy, more of them only wait. The picture is called a *roofline*: the slope is the memory, the flat part
+# the arithmetic.
 
 # %%
-m, x = state.machine, np.geomspace(0.1, 1000, 200)
-roofs = {f"{n} core{'s' * (n > 1)}": (x, np.minimum(n * m.flops, x * min(n * m.memory, m.memory_all))) for n in (1, 8)}
-gains = {}
+m, x, gains = state.machine, np.geomspace(0.1, 1000, 200), []
+roofs = {name: (x, np.minimum(n * m.flops, x * min(n * m.memory, m.memory_all)))
+         for n, name in ((1, "1 core"), (8, "8 cores"))}
 for n_tokens, name in ((1, "1 token"), (512, "512 tokens")):
     gate = next(w for w in state.works(state.layer(n_tokens)) if w.node.name == "ffn_gate-0")
-    speeds = [gate.flops / gate._replace(tasks=n).ns(m, n) for n in (1, 8)]    # cut into as many tasks as cores
+    speeds = [gate.flops / gate._replace(tasks=n).ns(m, n) for n in (1, 8)]    # a task for each core
     roofs[f"ffn_gate, {name}"] = [gate.flops / gate.moved] * 2, speeds
-    gains[name] = f"{name} {speeds[1] / speeds[0]:.0f} times as fast"
-views.line_picture({"": roofs}, f"Simulated from recorded rates. Eight cores make {' and '.join(gains.values())}.",
-                   f"Roofline on logarithmic axes; eight cores instead of one make {', '.join(gains.values())}.",
+    gains.append(f"{name} {speeds[1] / speeds[0]:.0f} times as fast")
+gained = " and ".join(gains)
+views.line_picture({"": roofs}, f"Simulated from recorded rates. Eight cores make {gained}.",
+                   f"Roofline on logarithmic axes; eight cores instead of one make {gained}.",
                    "operations per byte", "GFLOP/s at most")
 
 # %% [markdown]
@@ -255,43 +273,44 @@ views.line_picture({"": roofs}, f"Simulated from recorded rates. Eight cores mak
 lesson.predict("stop")
 
 # %%
-counts, panels, serial = range(1, 33), {}, {}
-for n_tokens in (1, 512):
+counts, panels = range(1, 33), {}
+for n_tokens, name in ((1, "1 token"), (512, "512 tokens")):
     works = state.works(state.layer(n_tokens))
     single = sum(w.ns(state.machine) for w in works if w.tasks == 1) / state.simulate(works, 1)
-    amdahl = [1 / (single + (1 - single) / n) for n in counts]
-    lines = {"ggml's cut, a barrier per node": speed_ups(state.simulate_ggml, works, counts), "Amdahl": amdahl,
+    lines = {"ggml's cut, a barrier per node": speed_ups(state.simulate_ggml, works, counts),
+             "Amdahl's law for our cut": [1 / (single + (1 - single) / n) for n in counts],
              "our cut, a wake per cut node": speed_ups(state.simulate, works, counts), "ideal": counts}
-    panels[f"{n_tokens} token{'s' * (n_tokens > 1)}"] = {label: (counts, line) for label, line in lines.items()}
-    serial[n_tokens] = f"{single:.1%}"
-views.line_picture(panels, "SIMULATED from recorded costs. One token: the memory is the limit, at three threads. 512 tokens: our cut "
-                   f"runs out of tasks at six; nodes of a single task take {serial[512]} of the time.",
-                   "Speed-up by threads. One token levels off at 3; 512 tokens at 3.5 with our cut, not at all with ggml's.",
-                   "threads (simulated)", "speed-up", ticks=[1, 2, 4, 8, 16, 32])
+    panels[name] = {label: (counts, line) for label, line in lines.items()}
+views.line_picture(panels, "SIMULATED from recorded costs. One token: memory is the limit, from three threads "
+                   f"on. 512 tokens: our cut runs out of tasks at six; nodes of one task take {single:.1%}.",
+                   "Speed-up by threads. One token levels off at 3; 512 tokens at 3.5 with our cut, "
+                   "not at all with ggml's.", "threads (simulated)", "speed-up", [1, 2, 4, 8, 16, 32])
+
+# %% tags=["reveal"]
+works, prompt = (state.works(state.layer(n)) for n in (1, 512))
+times = {n: state.simulate_ggml(works, n) for n in (1, 2, 3, 4, 8, 16, 32, 64)}
+stop = next(a for a, b in itertools.pairwise(times) if times[b] > 0.95 * times[a])
+gain, gain_32 = (round(times[1] / times[n], 2) for n in (stop, 32))
+many = round(speed_ups(state.simulate_ggml, prompt, [32])[0])
+lesson.reveal("stop", stop, gain=gain, all=gain_32, prompt=many)
 
 # %% [markdown]
-# Three reasons to stop, then. **Memory**: one token's weights come no faster. **Tasks**: our largest product makes six, so a seventh
-# thread finds nothing; and nodes of one task stay serial, as in Amdahl's law. (BLAS repacks its input for each task, so we cut coarsely;
-# ggml's kernels do not, and cut finely.) **Meetings**: invisible above, where a node takes milliseconds. In lesson 00's model it takes
-# microseconds. The article's rule, from one thread up:
+# Three reasons to stop. **Memory**: one token's weights come no faster. **Tasks**: our largest product makes six, so a seventh thread
+# finds nothing; and what cannot be shared bounds the whole, which is Amdahl's law. (BLAS, which multiplies for us, prepares its input
+# anew for each task, so we cut coarsely; ggml's kernels do not, and cut finely.) **Meetings**: invisible above, where a node takes
+# milliseconds. In lesson 00's model a node takes microseconds. Here is the article's table, from one thread up:
 
 # %%
-counts = (1, 2, 4, 8, 16, 32)
-columns = {"tiny-mixtral, ours": (state.simulate, state.step().graph.nodes),
-           "tiny-mixtral, ggml's way": (state.simulate_ggml, state.step().graph.nodes),
+counts, tiny = (1, 2, 4, 8, 16, 32), state.step().graph.nodes
+columns = {"tiny-mixtral, ours": (state.simulate, tiny),
+           "tiny-mixtral, ggml's way": (state.simulate_ggml, tiny),
            "TinyLlama, 1 token, ggml's": (state.simulate_ggml, state.layer(1)),
            "TinyLlama, 512 tokens, ggml's": (state.simulate_ggml, state.layer(512))}
 gains = [speed_ups(simulate, state.works(nodes), counts) for simulate, nodes in columns.values()]
-views.table(["threads", *columns], [(n, *(f"{g:.2f}" for g in row)) for n, row in zip(counts, zip(*gains))],
-            "Simulated speed-up. In the tiny model each barrier costs more than it brings: more threads, less speed. "
-            "Ours wakes nobody there, and loses nothing.")
-
-# %% tags=["reveal"]
-works = state.works(state.layer(1))
-times = {n: state.simulate_ggml(works, n) for n in (1, 2, 3, 4, 8, 16, 32, 64)}
-best = next(a for a, b in itertools.pairwise(times) if times[b] > 0.95 * times[a])
-prompt = speed_ups(state.simulate_ggml, state.works(state.layer(512)), [32])[0]
-lesson.reveal("stop", best, gain=f"{times[1] / times[best]:.2f}", all=f"{times[1] / times[32]:.2f}", prompt=f"{prompt:.0f}")
+rows = [(n, *(round(g, 2) for g in row)) for n, row in zip(counts, zip(*gains))]
+views.table(["threads", *columns], rows,
+            "Simulated speed-up. In the tiny model a barrier costs more than it brings: more threads, "
+            "less speed. Ours wakes nobody there, and loses nothing.")
 
 # %% [markdown]
 # And your machine? The half-width layer really runs. Beyond your number of cores nothing can be gained, and on two cores little is to be
@@ -304,9 +323,9 @@ for n_tokens in (1, 128):
         plan, step = state.prepare(n_tokens, n)
         measured = state.best_ms(plan)
         simulated = state.simulate(state.works(step.graph.nodes), n) / 1e6
-        rows.append((n_tokens, n, f"{measured:.1f}", f"{simulated:.1f}", f"{measured / simulated:.2f}"))
-views.table(["tokens", "threads", "ms here", "ms simulated", "ratio"], rows,
-            "Executed here (may differ from the printed output) beside the recorded machine with enough cores.")
+        rows.append((n_tokens, n, round(simulated, 1), round(measured, 1), round(measured / simulated, 2)))
+views.table(["tokens", "threads", "ms simulated", "ms executed here", "ratio"], rows,
+            "The recorded machine, with enough cores, beside yours; the last two columns may differ.")
 
 # %% [markdown]
 # **What if?** Three knobs, one question: how is it cut, and what does that buy? Run A stays beside run B. Try a least task of 1 µs and one
@@ -320,10 +339,11 @@ def what_if(n_threads, length, least):
     works = state.works(layers[lengths[length]], leasts[least] * 1000)
     ms, alone = (state.simulate(works, n) / 1e6 for n in (n_threads, 1))
     cuts = [w.tasks for w in works if w.tasks > 1]
-    now = (n_threads, lengths[length], leasts[least], len(cuts), sum(cuts), f"{ms:.2f}", f"{alone / ms:.2f}")
+    now = (n_threads, lengths[length], leasts[least], len(cuts), sum(cuts), round(ms, 2), alone / ms)
     a, kept["last"] = kept.get("last", now), now
-    return views.table(["run", "threads", "rows", "least µs", "nodes cut", "into tasks", "ms", "speed-up"],
-                       [("A", *a), ("B", *now)], "One layer of TinyLlama, cut by the real rule, timed by the simulation.")
+    head = ["run", "threads", "rows", "least µs", "nodes cut", "into tasks", "ms", "speed-up"]
+    return views.table(head, [("A", *a), ("B", *now)],
+                       "One layer of TinyLlama, cut by the real rule, timed by the simulation.")
 
 _ = what_if(1, 4, 2)
 widgets.Knobs(knobs=[["threads", 1, 32, []], ["rows (tokens)", 0, len(lengths) - 1, lengths],
@@ -347,30 +367,32 @@ for name, nodes in cases.items():
     ends, chain = critical_path(nodes, ns)
     assert all(a in b.sources() for a, b in itertools.pairwise(chain))    # each link is a real source
     total, longest = sum(ns.values()), max(ends.values())
-    rows.append((name, len(ns), f"{total / 1e3:,.0f}", f"{longest / 1e3:,.0f}", f"{total / longest:.2f}"))
+    rows.append((name, len(ns), round(total / 1e3), round(longest / 1e3), round(total / longest, 2)))
 views.table(["layer", "nodes", "µs, all nodes", "µs, critical path", "speed-up at most"], rows,
-            "However many threads: each with a node of its own, they cannot be faster than the longest chain.")
+            "However many threads, each with a node of its own: the longest chain, "
+            "the critical path, takes its time.")
 
 # %%
 nodes = state.layer(512)
 ms = {w.node: w.ns(state.machine) / 1e6 for w in state.works(nodes)}
 ends, chain = critical_path(nodes, ms)
 free, spans = [0.0, 0.0, 0.0], []
-for t in sorted(ms, key=lambda t: ends[t] - ms[t]):                # by the time at which its sources are there
+for t in sorted(ms, key=lambda t: ends[t] - ms[t]):        # by the time at which its sources are there
     core = 0 if t in chain else 1 if free[1] <= ends[t] - ms[t] else 2
     free[core] = ends[t]
     spans.append((core, ends[t] - ms[t], ends[t], t.name.removesuffix("-0")))
-busy = [sum(end - start for core, start, end, _ in spans if core == c) / max(free) for c in range(3)]
-views.lane_picture(spans, ["core 0", "core 1", "core 2"], f"Core 0 computes the critical path. Core 1 is busy {busy[1]:.0%} of the "
-                   f"time, almost all of it with ffn_up; core 2 {busy[2]:.0%}.",
-                   f"Three cores over time: core 0 always busy, core 1 for {busy[1]:.0%} and core 2 for {busy[2]:.0%} of it.",
+one, two = (sum(e - b for core, b, e, _ in spans if core == c) / max(free) for c in (1, 2))
+views.lane_picture(spans, ["core 0", "core 1", "core 2"], "Core 0 computes the critical path. Core 1 is busy "
+                   f"for {one:.0%} of the time, nearly all of it with ffn_up; core 2 for {two:.0%}.",
+                   f"Three cores over time: core 0 always busy, core 1 for {one:.0%}, core 2 for {two:.0%}.",
                    "ms (simulated), each node as soon as its sources are there")
 
 # %% tags=["reveal"]
 nodes = state.layer(512)
 ns = {w.node: w.ns(state.machine) for w in state.works(nodes)}
 bound = sum(ns.values()) / max(critical_path(nodes, ns)[0].values())
-lesson.reveal("width", "below 1.5" if bound < 1.5 else "about 3" if bound < 4 else "more", bound=f"{bound:.2f}")
+size = "below 1.5" if bound < 1.5 else "about 3" if bound < 4 else "more"
+lesson.reveal("width", size, bound=round(bound, 2))
 
 # %% [markdown]
 # Inside a node, 32 threads find work; between nodes, not even two. ggml's CPU backend takes the first and leaves the second.
@@ -479,7 +501,8 @@ for nodes in (state.layer(1), state.layer(512), state.step(n_tokens=1).graph.nod
     flops = {t: t.spec.flops(t) for t in nodes}
     on.append((list(flops.values()), [[place[s] for s in t.sources() if s in place] for t in nodes]))
     expected.append(max(critical_path(nodes, flops)[0].values()))
-lesson.check("chain", longest_chain, expected, on, ["TinyLlama, 1 token", "TinyLlama, 512 tokens", "tiny-mixtral"])
+steps = ["TinyLlama, 1 token", "TinyLlama, 512 tokens", "tiny-mixtral"]
+lesson.check("chain", longest_chain, expected, on, steps)
 
 # %% [markdown]
 # ## 9 · What is what, and what comes next · 1 min

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from matplotlib.ticker import NullLocator
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from workbench.errors import shown
 from workbench.views.figures import Picture, new_figure, picture
@@ -20,7 +20,7 @@ def line_picture(panels: Mapping[str, Mapping[str, Curve]], caption: str, alt: s
                  ticks: Sequence[float] | None = None) -> Picture:  # fmt: skip
     """Curves label -> (x, y) in one panel per title, on logarithmic axes; a curve of one x is drawn as points.
 
-    Curves differ by colour and by dash, points by shape. `ticks`: where both axes are marked, in plain numbers.
+    Curves differ by colour and by dash, points by shape. `ticks`: where both axes are marked, instead of at powers of ten.
     """
     figure = new_figure(7.4, 3.0)
     for axes, (title, curves) in zip(figure.subplots(1, len(panels), squeeze=False, sharey=True)[0], panels.items()):
@@ -32,9 +32,11 @@ def line_picture(panels: Mapping[str, Mapping[str, Curve]], caption: str, alt: s
                 colour, dash = next(lines)
                 axes.plot(x, y, dash, color=colour, label=label, lw=1.8)
         axes.set(title=title, xlabel=xlabel, ylabel=ylabel if axes.get_subplotspec().is_first_col() else "", xscale="log", yscale="log")
-        for axis in (axes.xaxis, axes.yaxis) if ticks else ():
-            axis.set_ticks(ticks or (), [f"{t:g}" for t in ticks or ()])
-            axis.set_minor_locator(NullLocator())
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+            if ticks:
+                axis.set_major_locator(FixedLocator(ticks))
+                axis.set_minor_locator(NullLocator())
         axes.grid(color="#dddddd", lw=0.6)
     axes.legend(fontsize=8)
     return picture(figure, alt, caption)
