@@ -157,6 +157,14 @@ def test_soft_max(case, seed):
         same_bits_in_parts(node)
 
 
+@pytest.mark.parametrize("kind", ["f32", "f16"])
+def test_slopes_that_are_no_f16_numbers(kind):
+    """From the ninth head on ALiBi's slopes are roots of two: a product with an f16 mask must not round them."""
+    with Context() as ctx:
+        node = ops.soft_max_ext(leaf(ctx, (33, 5, 9, 2), seed=1), leaf(ctx, (33, 6, 1, 1), kind, seed=2), 0.9, 8.0)
+        agrees(run(node), definition(node), node, absolute=1e-7)
+
+
 def test_soft_max_of_a_row_without_anything_to_see_is_nan():
     with Context() as ctx:
         node = ops.soft_max(ctx.from_numpy(np.array([[0, 0], [-np.inf, -np.inf], [-np.inf, 700]], "f4")))

@@ -107,7 +107,8 @@ def node_of(ctx: wb.Context, case: dict[str, Any], src: list[Tensor | None]) -> 
     if op == "repeat":
         return ops.repeat(src[0], p["ne"])
     if op in ("soft_max", "soft_max_ext"):
-        return ops.soft_max_ext(src[0], src[1] if len(src) > 1 else None, **p)
+        mask, sinks = [*src[1:], None, None][:2]
+        return ops.soft_max_ext(src[0], mask, **p, sinks=sinks)
     if op == "rope":
         return ops.rope(src[0], src[1], freq_factors=src[2] if len(src) > 2 else None, **p)
     if op == "scale":

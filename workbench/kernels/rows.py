@@ -177,7 +177,8 @@ def _logits_by_head(xp: ModuleType, a: Any, mask: Any, out: Any, t: Any, scale: 
     for h in range(heads):
         some = mask[:, h % mask.shape[1], :rows]
         big, few = repeated(t, some)
-        xp.multiply(some.reshape(few), alibi_slope(h, heads, max_bias), t.reshape(big))
+        slope = alibi_slope(h, heads, max_bias)
+        xp.multiply(some.reshape(few), slope, t.reshape(big), dtype="f4")  # of an f16 mask, too: the slope is no f16 number
         xp.multiply(a[:, h], scale, out[:, h])
         xp.add(out[:, h], t, out[:, h])
 
