@@ -261,6 +261,7 @@ class SimulatedDevice(Backend):
         self.activation_rounding = activation_rounding
         self.optimizer = optimizer
         self.free_at = 0  # when the work asked for so far is done
+        self._open_at = 0  # from when on others may copy into its memory: when the awaited events are reached
         self.fail_compute = self.fail_copy = 0
         self.lock = threading.RLock()
         self._kernels = CpuBackend(activation_rounding=activation_rounding, dequant_cache_bytes=0)
@@ -373,7 +374,8 @@ class SimulatedDevice(Backend):
         return out
 
     def copy_async(self, source: Backend, tensor: Tensor, copy: Tensor) -> bool:
-        """Ask for a copy between two devices; both streams take part in it, as with peer access."""
+        """Ask for a copy between two devices, as CUDA makes it: the stream of the source does it, and this device's later
+        work waits for it. Nothing but an awaited event keeps it from starting while this device still reads what it overwrites."""
         if not self.async_copy:
             return False
         done = isinstance(source, SimulatedDevice) and source.async_copy
@@ -381,9 +383,9 @@ class SimulatedDevice(Backend):
         if done:
             assert isinstance(source, SimulatedDevice)
             self._count_copy(copy)
-            self.free_at = max(self.free_at, source.free_at)  # it starts when what the source has to do is done
-            self._ask(self.speed.transfer_ns(tensor.nbytes), copy.name, lambda: _move(tensor, copy), tensor.nbytes)
-            source.free_at = max(source.free_at, self.free_at)  # and the source may not overwrite it before
+            source.free_at = max(source.free_at, self._open_at)
+            source._ask(self.speed.transfer_ns(tensor.nbytes), copy.name, lambda: _move(tensor, copy), tensor.nbytes)
+            self.free_at = max(self.free_at, source.free_at)
         return done
 
     def _count_copy(self, tensor: Tensor) -> None:
@@ -401,6 +403,7 @@ class SimulatedDevice(Backend):
         self.note("event_wait", device=self.name, event=event.name)
         assert isinstance(event, SimulatedEvent)
         self.free_at = max(self.free_at, event.time)
+        self._open_at = max(self._open_at, event.time)
 
     def optimize(self, nodes: list[Tensor], keep: Callable[[Tensor, Tensor], None]) -> list[Tensor]:
         """The order of a split's nodes, by the device's optimizer."""

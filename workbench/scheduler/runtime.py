@@ -125,27 +125,38 @@ class Runtime:
 
     def _bring(self, split: Split, position: int) -> None:
         """Copy one input of a split to its backend."""
-        tensor, copy, target = split.inputs[position], split.copies[position][self.slot], self.backends[split.backend]
+        tensor, copy, b = split.inputs[position], split.copies[position][self.slot], split.backend
         home = self._of[tensor]
-        source = self.backends[home]
         self._await_neighbours(home)
-        if int(tensor.flags) & _INPUT:  # at once: the user may overwrite it as soon as we return
-            if self.mend and home in self._busy:  # … or a node has written to it
-                source.synchronize()
-            self._await(split.backend)
-            copy_tensor(tensor, copy, self.trace)
+        if int(tensor.flags) & _INPUT:
+            self._copy_user_input(tensor, copy, home, b)
             return
-        event = self._events[split.backend][self.slot]
+        self._await_readers(b)
+        if self.transfer.move(self, self.backends[b], split, position):
+            return
+        if not self.backends[b].copy_async(self.backends[home], tensor, copy):
+            self._copy_blocking(tensor, copy, home, b)
+
+    def _copy_user_input(self, tensor: Tensor, copy: Tensor, home: int, b: int) -> None:
+        """At once: the user may overwrite it as soon as we return."""
+        if self.mend and home in self._busy:  # a node may have written to it
+            self.backends[home].synchronize()
+        self._await(b)
+        copy_tensor(tensor, copy, self.trace)
+
+    def _await_readers(self, b: int) -> None:
+        """Let a device wait until it is done with the last contents of its copies in this slot."""
+        event = self._events[b][self.slot]
         if event is not None:
-            target.wait_event(event)  # the device must be done with the last contents of the copy
+            self.backends[b].wait_event(event)
         else:
-            target.synchronize()
-        if self.transfer.move(self, target, split, position):
-            return
-        if not target.copy_async(source, tensor, copy):
-            source.synchronize()
-            self._await(split.backend)
-            copy_tensor(tensor, copy, self.trace)
+            self.backends[b].synchronize()
+
+    def _copy_blocking(self, tensor: Tensor, copy: Tensor, home: int, b: int) -> None:
+        """Where no asynchronous copy is possible."""
+        self.backends[home].synchronize()
+        self._await(b)
+        copy_tensor(tensor, copy, self.trace)
 
     def _compute(self, split: Split) -> bool:
         backend = self.backends[split.backend]
