@@ -104,6 +104,7 @@ class Run:
     splits: list[SplitData] = field(default_factory=list)
     copies: dict[str, tuple[str, str, int]] = field(default_factory=dict)  # copy -> original's name, kind, home
     copy_names: list[str] = field(default_factory=list)
+    several_slots: bool = False  # pipelining: then copies and inputs keep their places for the whole run
     born: dict[str, int] = field(default_factory=dict)  # copy -> the first node of the split that it is made for
     rewrites: dict[tuple[int, int], str] = field(default_factory=dict)  # id of a node, number of its source -> copy
     places: dict[int, tuple[int, int, int, int]] = field(default_factory=dict)  # id -> buffer, chunk, offset, bytes
@@ -201,7 +202,7 @@ class Reader:
         run = self.run
         if not d["backend"]:
             run.devices, run.splits, run.copies, run.copy_names, run.born, run.rewrites, run.places = [], [], {}, [], {}, {}, {}
-            self._at, self._made = -1, []
+            run.several_slots, self._at, self._made = False, -1, []
         run.devices.append((d["device"], d["memory"], bool(d["host"])))
 
     def _on_assign(self, event: Event, d: dict[str, Any]) -> None:
@@ -220,6 +221,7 @@ class Reader:
             kind = self._kind_of(i)
         self.run.copies[d["copy"]] = (name, kind, self._homes.get(i, -1))
         self.run.copy_names.append(d["copy"])
+        self.run.several_slots |= d["slot"] > 0
         self._made.append((i, d["copy"]))
 
     def _on_input(self, event: Event, d: dict[str, Any]) -> None:
@@ -326,7 +328,11 @@ class Reader:
         self._blocking(event, d, "host", self.run.memory_of(d["memory"]), d["name"])
 
     def _on_get(self, event: Event, d: dict[str, Any]) -> None:
-        self._blocking(event, d, self.run.memory_of(d["memory"]), "host", d["name"])
+        run, name = self.run, d["name"]
+        if self._at >= 0 and run.memory_of(run.device_name(run.splits[self._at].backend)) == "host":  # perhaps an input of this split
+            first = run.splits[self._at].first
+            name = next((copy for copy, (plain, *_) in run.copies.items() if plain == name and run.born.get(copy) == first), name)
+        self._blocking(event, d, run.memory_of(d["memory"]), "host", name)
 
     def _on_copy_buffer(self, event: Event, d: dict[str, Any]) -> None:
         if d["done"]:
@@ -385,13 +391,16 @@ def pieces(run: Run) -> list[Piece]:
     out = []
     for i, place in run.places.items():
         if i in ids:
-            kept, name, kind = False, ids[i], run.copies[ids[i]][1]
+            if run.copies[ids[i]][0] == ids[i]:  # with several slots the original is one of them
+                continue
+            kept, name, kind = run.several_slots, ids[i], run.copies[ids[i]][1]
+            begin = 0 if kept else first.get(i, 0)
         elif i < len(tensors):
-            flags = set(tensors[i]["flags"])
-            kept, name, kind = bool(flags & {"input", "output"}), shown(tensors[i]["name"]), "inputs" if "input" in flags else "op"
+            name, flags = shown(tensors[i]["name"]), tensors[i]["flags"]
+            kind, kept = "inputs" if "input" in flags else "op", "output" in flags or ("input" in flags and run.several_slots)
+            begin = 0 if kind == "inputs" else first.get(i, 0)
         else:
             continue
-        begin = 0 if kept and kind == "inputs" else first.get(i, 0)
         out.append(Piece(*place, begin, max(len(order) if kept else last.get(i, begin) + 1, begin + 1), name, kind))
     return out
 
