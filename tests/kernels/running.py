@@ -31,7 +31,7 @@ def leaf(ctx: Context, ne: tuple[int, ...], kind: str = "f32", seed: int = 0, la
     x = rng.standard_normal(ne[::-1]) * 3
     if special and x.size:
         x.flat[rng.integers(0, x.size, 4)] = rng.choice([0.0, -0.0, np.inf, -np.inf, np.nan, 1e4, -1e4], 4)
-    return ctx.new_tensor(kind, *ne).set(x)
+    return ctx.new_tensor(kind, *ne).set(np.trunc(x) if kind[0] == "i" else x)
 
 
 def shapes(longest: int = 40) -> st.SearchStrategy:
