@@ -54,7 +54,8 @@ lesson.predict("fault")
 def attempt(*ne):
     """What the product of a w1 of this shape with x comes to."""
     with Context(name="attempt") as ctx:
-        x, w1 = ctx.new_tensor("f32", 8, 1, name="x"), ctx.new_tensor("f32", *ne, name="w1")
+        x = ctx.new_tensor("f32", 8, 1, name="x")
+        w1 = ctx.new_tensor("f32", *ne, name="w1")
         try:
             return f"fine: {ops.mul_mat(w1, x).ne[0]} numbers"
         except WorkbenchError as error:
@@ -79,20 +80,22 @@ x, w1, b1, w2, b2 = (ctx.new_tensor("f32", *ne, name=name) for name, ne in shape
 with ctx.active():
     hidden = ops.silu(ops.add(ops.mul_mat(w1, x), b1))
     out = ops.add(ops.mul_mat(w2, hidden), b2)
-graph = wb.CGraph(ctx)
-print(len(ctx.tensors), "tensors;", graph)
+network = wb.CGraph(ctx)
+print(len(ctx.tensors), "tensors;", network)
 
 # %% tags=["predict"]
 lesson.predict("count")
 
 # %%
-graph.build_forward_expand(out)
-views.side_by_side([("nodes: calls of an op, nodes", 5, len(graph.nodes)), ("leafs: tensors made by hand, leafs", 5, len(graph.leafs)),
-                    ("tensors: in the context, in the graph", len(ctx.tensors), len(graph.nodes) + len(graph.leafs))],
-                   ("expected", "printed"), "Every call of an op became a node, everything else a leaf.")
+network.build_forward_expand(out)
+views.side_by_side([
+    ("calls of an op → nodes", 5, len(network.nodes)),
+    ("tensors made by hand → leafs", 5, len(network.leafs)),
+    ("tensors of the context → of the graph", len(ctx.tensors), len(network.visited))],
+    ("expected", "counted"), "Every call of an op became a node, everything else a leaf.")
 
 # %% tags=["reveal"]
-lesson.reveal("count", len(graph.nodes))
+lesson.reveal("count", len(network.nodes))
 
 # %% [markdown]
 # ## 3 · Expanding, step by step · 7 min
@@ -107,11 +110,11 @@ lesson.predict("first-leaf")
 
 # %%
 mlp = state.mlp()
-widgets.Stepper(views.expand_steps(mlp.out), "A tensor is recorded on the way back, when its sources are there.")
+steps = views.expand_steps(mlp.out)
+widgets.Stepper(steps, "A tensor is recorded on the way back, when its sources are there.")
 
 # %% tags=["reveal"]
-graph = wb.build(state.mlp().out)
-lesson.reveal("first-leaf", graph.leafs[0].name)
+lesson.reveal("first-leaf", wb.build(state.mlp().out).leafs[0].name)
 
 # %% [markdown]
 # The article lists the leafs as x, w1, b1, w2, b2. Is that wrong, or do *we* differ from ggml? Real ggml was asked to print the same
@@ -122,11 +125,13 @@ graph = wb.build(state.mlp().out)
 ours, ggml = [t.name for t in graph.leafs], state.recorded["mlp"]["leafs"]
 assert ours == ggml and [t.op for t in graph.nodes] == state.recorded["mlp"]["nodes"]
 rows = zip(range(5), ["x", "w1", "b1", "w2", "b2"], ours, ggml)
-views.table(["leaf", "article", "here", "ggml 0.25.3"], rows, "The article lists the leafs as they were made, ggml as they were met.")
+views.table(["leaf", "article", "here", "ggml 0.25.3"], rows,
+            "The article lists the leafs as they were made, ggml as they were met.")
 
 # %% [markdown]
 # The whole graph as text, as `ggml_graph_print` gives it. The last columns are sources: `n0 l3` means node 0 and leaf 3. Reading it takes
-# seconds, and answers the first question to ask of any graph: does it have as many nodes as I expect?
+# seconds, and answers the first question to ask of any graph: does it have as many nodes as I expect? (A node that nobody named is called
+# `node_` and its index.)
 
 # %%
 print(cgraph.table(wb.build(state.mlp().out)))
@@ -139,7 +144,7 @@ graph = wb.build(state.mlp().out)
 place = {t: i for i, t in enumerate(graph.nodes)}
 assert all(place[s] < i for t, i in place.items() for s in t.sources() if s in place)
 assert state.legal(graph)          # the same two lines, kept for later
-widgets.GraphView(graph, "Two-layer network", "Lines only lead down: from what was recorded earlier to what was recorded later.")
+widgets.GraphView(graph, "Two-layer network", "Lines only lead down, to what was recorded later.")
 
 # %% [markdown]
 # ## 4 · The order is not that of your calls · 5 min
@@ -158,12 +163,13 @@ with Context(name="two branches") as ctx:
     plain = wb.build(y)
     forced = wb.CGraph().build_forward_expand(a).build_forward_expand(y)
     assert state.legal(plain) and state.legal(forced)
-orders = {name: [t.name for t in g.nodes] for name, g in {"y": plain, "a, then y": forced}.items()}
-views.table(["expanded", "nodes, in order"], [(k, " ".join(v)) for k, v in orders.items()],
+orders = {"y": plain.nodes, "a, then y": forced.nodes}
+rows = [(what, " ".join(t.name for t in nodes)) for what, nodes in orders.items()]
+views.table(["expanded", "nodes, in the order of the graph"], rows,
             "Both orders are legal. Expanding a first is how one asks for the other.")
 
 # %% tags=["reveal"]
-lesson.reveal("order", " ".join(orders["y"]))
+lesson.reveal("order", " ".join(t.name for t in orders["y"]))
 
 # %% [markdown]
 # Real models use this. A decode step must also write the new key and value into the cache, which nothing in this step needs as a
@@ -176,10 +182,12 @@ lesson.predict("lost")
 step = state.step()
 from_logits = wb.build(step.logits)
 assert state.legal(step.graph) and state.legal(from_logits)
-kept = set(from_logits.nodes)
-lost = [t for t in step.graph.nodes if t not in kept]
-rows = Counter(t.desc for t in lost).most_common()
-views.table(["lost", "nodes"], rows, "llama.cpp expands the writes by hand, before it goes on to read the cache.")
+found = set(from_logits.nodes)
+lost = [t for t in step.graph.nodes if t not in found]
+first = {t.desc: t.name for t in reversed(lost)}
+rows = [(op, n, first[op]) for op, n in Counter(t.desc for t in lost).most_common()]
+views.table(["lost", "nodes", "for example"], rows,
+            "llama.cpp expands the writes by hand, before it goes on to read the cache.")
 
 # %% tags=["reveal"]
 lesson.reveal("lost", len(lost), writes=sum(t.op == "SET_ROWS" for t in lost))
@@ -195,14 +203,14 @@ lesson.predict("twice")
 
 # %%
 y, h = state.residual()
-graph = wb.build(y)
-assert state.legal(graph)
-runs = state.executions(graph)
-rows = [(f"node {i}", t.desc, graph.use_count(t), runs[t]) for i, t in enumerate(graph.nodes)]
-views.table(["", "op", "uses", "executed"], rows, "node 1 (h) is used twice and computed once.")
+residual = wb.build(y)
+assert state.legal(residual)
+runs = state.executions(residual)
+rows = [(i, t.name, t.desc, residual.use_count(t), runs[t]) for i, t in enumerate(residual.nodes)]
+views.table(["node", "name", "op", "uses", "executed"], rows, "h is used twice and computed once.")
 
 # %% tags=["reveal"]
-lesson.reveal("twice", len(graph.nodes), uses=graph.use_count(h), runs=runs[h])
+lesson.reveal("twice", len(residual.nodes), uses=residual.use_count(h), runs=runs[h])
 
 # %% [markdown]
 # Does it matter? Double a number again and again: `x = add(x, x)`. Move the slider; the walk without a visited set is really walked.
@@ -212,17 +220,15 @@ def calls(t):
     """How many additions a walk makes that remembers nothing."""
     return (t.op == "ADD") + sum(calls(s) for s in t.sources())
 
-kept = {}
-
 def doubling(n):
-    graph = wb.build(y := state.doublings(n))
-    now = {"doublings": n, "nodes in the graph": len(graph.nodes), "executed": sum(state.executions(graph).values()),
-           "additions without a visited set": calls(y)}
-    a, kept["last"] = kept.get("last", now), now
-    return views.table(["", "A: last run", "B: this run"], [(k, a[k], now[k]) for k in now], "With it n, without it 2ⁿ − 1.")
+    y = state.doublings(n)
+    graph = wb.build(y)
+    return {"doublings": n, "nodes in the graph": len(graph.nodes),
+            "nodes executed": sum(state.executions(graph).values()),
+            "additions without a visited set": calls(y)}
 
-_ = doubling(4)
-widgets.Range(value=10, min=1, max=14, label="doublings").drive(doubling)
+widgets.Range(value=10, min=1, max=14, label="doublings").compare(
+    doubling, "n with a visited set, 2ⁿ − 1 without.", first=4)
 
 # %% [markdown]
 # ## 6 · Weights that learn · 2 min
@@ -233,14 +239,16 @@ widgets.Range(value=10, min=1, max=14, label="doublings").drive(doubling)
 lesson.predict("params")
 
 # %%
-graph = wb.build(state.mlp(train=True).out)
-assert state.legal(graph)
-ours, ggml = [t.name if t.op == "NONE" else t.op for t in graph.nodes], state.recorded["mlp_with_params"]["nodes"]
+trained = wb.build(state.mlp(train=True).out)
+assert state.legal(trained)
+ours = [t.name if t.op == "NONE" else t.op for t in trained.nodes]
+ggml = state.recorded["mlp_with_params"]["nodes"]
 assert ours == ggml
-views.table(["node", "here", "ggml 0.25.3"], zip(range(9), ours, ggml), "Parameters stand among the nodes: gradients will flow to them (lesson 06).")
+views.table(["node", "here", "ggml 0.25.3"], zip(range(9), ours, ggml),
+            "Parameters stand among the nodes: gradients will flow to them (lesson 06).")
 
 # %% tags=["reveal"]
-lesson.reveal("params", len(graph.nodes))
+lesson.reveal("params", len(trained.nodes))
 
 # %% [markdown]
 # ## 7 · How many nodes will it have? · 5 min
@@ -250,9 +258,11 @@ lesson.reveal("params", len(graph.nodes))
 
 # %%
 mixtral, deepseek = state.step(), state.step("tiny-deepseek-f16")
-per_layer = {"Mixtral, with experts": state.layer_size(mixtral, 1), "DeepSeek, with experts": state.layer_size(deepseek, 1),
+per_layer = {"Mixtral, with experts": state.layer_size(mixtral, 1),
+             "DeepSeek, with experts": state.layer_size(deepseek, 1),
              "DeepSeek, first layer, dense": state.layer_size(deepseek, 0)}
-views.table(["one layer", "nodes"], per_layer.items(), "A dense layer takes 36 nodes; routing adds 16 to 20 more.")
+views.table(["one layer", "nodes"], per_layer.items(),
+            "A dense layer takes 36 nodes; routing adds 16 to 20 more.")
 
 # %% [markdown]
 # Now a model that you do not have. Llama 3 8B is dense and has 32 layers, as 7B models do.
@@ -261,14 +271,15 @@ views.table(["one layer", "nodes"], per_layer.items(), "A dense layer takes 36 n
 lesson.predict("large")
 
 # %%
-mixtral, deepseek, large = state.step(), state.step("tiny-deepseek-f16"), state.dense_step(32)
-assert state.legal(large.graph)
+graphs = [state.step().graph, state.step("tiny-deepseek-f16").graph, state.dense_step(32).graph]
+assert all(map(state.legal, graphs))
+mixtral, deepseek, large = (len(graph.nodes) for graph in graphs)
 views.side_by_side([
-    ("tiny-mixtral: 1 + 6·52 + 5", 1 + 6 * 52 + 5, len(mixtral.graph.nodes)),
-    ("tiny-deepseek: 1 + 36 + 4·56 + 5", 1 + 36 + 4 * 56 + 5, len(deepseek.graph.nodes)),
-    ("Llama 3 8B, built from shapes alone: 1 + 32·36 + 5", 1 + 32 * 36 + 5, len(large.graph.nodes)),
-    ("Llama 3 8B, built and llama.cpp's log", len(large.graph.nodes), state.recorded["log_8b"]["n_nodes"])],
-    ("predicted", "counted"), "The formula is exact, also for a model that would take 16 GB: a graph needs no weights.")
+    ("tiny-mixtral: 1 + 6·52 + 5", 1 + 6 * 52 + 5, mixtral),
+    ("tiny-deepseek: 1 + 36 + 4·56 + 5", 1 + 36 + 4 * 56 + 5, deepseek),
+    ("Llama 3 8B, from shapes alone: 1 + 32·36 + 5", 1 + 32 * 36 + 5, large),
+    ("Llama 3 8B: here → in llama.cpp's log", large, state.recorded["log_8b"]["n_nodes"])],
+    ("predicted", "counted"), "Exact, also for a model of 16 GB: a graph needs no weights.")
 
 # %% tags=["reveal"]
 lesson.reveal("large", len(state.dense_step(32).graph.nodes))
@@ -278,16 +289,13 @@ lesson.reveal("large", len(state.dense_step(32).graph.nodes))
 # nodes per tensor of the model.)
 
 # %%
-kept = {}
-
 def deep(n):
     graph = state.dense_step(n).graph
-    now = {"layers": n, "nodes": len(graph.nodes), "leafs": len(graph.leafs), "fits 2,048": len(graph.nodes) <= cgraph.graph.DEFAULT_SIZE}
-    a, kept["last"] = kept.get("last", now), now
-    return views.table(["", "A: last run", "B: this run"], [(k, a[k], now[k]) for k in now], "Really built, from shapes alone.")
+    return {"layers": n, "nodes": len(graph.nodes), "leafs": len(graph.leafs),
+            "fits 2,048": len(graph.nodes) <= cgraph.graph.DEFAULT_SIZE}
 
-_ = deep(32)
-widgets.Range(value=80, min=1, max=80, label="dense layers").drive(deep)
+widgets.Range(value=80, min=1, max=80, label="dense layers").compare(
+    deep, "Really built, from shapes alone. 56 layers fit, 57 do not.", first=32)
 
 # %% [markdown]
 # ## 8 · A graph only grows · 4 min
@@ -311,16 +319,19 @@ refused = next(n for n in range(400, 420) if not state.fits(n))
 lesson.reveal("full", refused, before=5 * (refused - 1))
 
 # %% [markdown]
-# The message names three remedies. They are not equally good: look at the arena of lesson 02, which pays for the tensors.
+# The message names three remedies besides a larger graph. They are not equally good: look at the arena of lesson 02, which pays for the
+# tensors.
 
 # %%
 rows = []
-for name, remedy in {"none": "none", "clear() before each run": "clear", "a new graph for each run": "new", "keep the graph, write new x": "keep"}.items():
+remedies = {"none": "none", "clear() before each run": "clear", "a new graph for each run": "new",
+            "keep the graph, write new x": "keep"}
+for name, remedy in remedies.items():
     graph, arena = state.grow(remedy, 100)
     assert state.legal(graph)
     rows.append((name, len(graph.nodes), arena.used_mem))
 views.table(["remedy", "nodes after 100 runs", "bytes of the arena"], rows,
-            "Clearing empties the graph, not the arena. Only building once stops both from growing: lesson 04.")
+            "Clearing empties the graph, not the arena. Only building once stops both from growing.")
 
 # %% [markdown]
 # ## 9 · Print, draw, count · 6 min
@@ -331,7 +342,9 @@ views.table(["remedy", "nodes after 100 runs", "bytes of the arena"], rows,
 # %%
 step = state.step()
 assert state.legal(step.graph)
-widgets.GraphView(step, "One token through the Mixtral", "Layer 0 is open. The router's ids (ffn_moe_topk) feed three products with experts.")
+view = widgets.GraphView(step, "One token through the Mixtral",
+                         "Layer 0 is open. The view of the two best ids feeds three products with experts.")
+view.choose("ffn_moe_topk-0")
 
 # %% [markdown]
 # As text there are two forms: DOT, which Graphviz draws, and JSON, which programs read.
@@ -358,38 +371,42 @@ graph = state.step().graph
 data = json.loads(graph.to_json())
 nodes = [data["tensors"][i] for i in data["nodes"]]
 products = [t for t in nodes if t["op"].startswith("MUL_MAT")]
-flops = {id(t): 2 * data["tensors"][t["src"][0]]["ne"][0] * math.prod(t["ne"]) for t in products}
-known = wb.statistics(graph)
+row = lambda t: data["tensors"][t["src"][0]]["ne"][0]         # the length of a row of weights
+flops = {id(t): 2 * row(t) * math.prod(t["ne"]) for t in products}
+counts, known = Counter(t["op"] for t in nodes), wb.statistics(graph)
 views.side_by_side([
-    ("MUL_MAT nodes", sum(t["op"] == "MUL_MAT" for t in nodes), known.ops["MUL_MAT"].count),
-    ("MUL_MAT_ID nodes", sum(t["op"] == "MUL_MAT_ID" for t in nodes), known.ops["MUL_MAT_ID"].count),
-    ("operations in products", sum(flops.values()), known.ops["MUL_MAT"].flops + known.ops["MUL_MAT_ID"].flops),
-    ("… and in all nodes", sum(flops.values()), known.total.flops)],
-    ("from JSON", "statistics"), "61 of 318 nodes do 98% of the arithmetic: that is where optimising pays.")
+    ("MUL_MAT nodes", counts["MUL_MAT"], known.ops["MUL_MAT"].count),
+    ("MUL_MAT_ID nodes", counts["MUL_MAT_ID"], known.ops["MUL_MAT_ID"].count),
+    ("operations of the 61 products → of all nodes", sum(flops.values()), known.total.flops)],
+    ("from JSON", "statistics"), "61 of 318 nodes do 98% of the arithmetic: optimise those.")
 
 # %%
 work = {n: Counter() for n in (*range(6), "output")}
 for t in products:
     layer = t["name"].rpartition("-")[2]
     work[int(layer) if layer.isdecimal() else "output"][t["op"]] += flops[id(t)]
-figure = views.new_figure(7.2, 2.5)
-axes = figure.add_subplot(xlabel="layer", ylabel="operations")
-bottom = [0] * 7
+figure, bottom = views.new_figure(7.2, 2.5), [0] * 7
+axes = figure.add_subplot(xlabel="layer", ylabel="thousand operations", ylim=(0, 700))
 for op, look, hatch in (("MUL_MAT", 1, ""), ("MUL_MAT_ID", 0, "//")):
-    heights = [work[n][op] for n in work]
-    axes.bar([str(n) for n in work], heights, bottom=bottom, label=op, color=views.OKABE_ITO[look], hatch=hatch, ec="#333333")
+    heights = [work[n][op] / 1000 for n in work]
+    axes.bar([str(n) for n in work], heights, bottom=bottom, label=op, hatch=hatch,
+             color=views.OKABE_ITO[look], ec="#333333")
     bottom = [a + b for a, b in zip(bottom, heights)]
-axes.legend(frameon=False, loc="lower right", facecolor="white", framealpha=0.9)
-views.picture(figure, "Bars: each of six layers takes the same work, half of it in expert products; the output takes as much as a layer.",
-              "Layers cost the same, half of it in experts, and the logits cost as much as a whole layer.")
+axes.legend(frameon=False, loc="upper center", ncols=2)
+views.picture(figure, "Bars: six layers of equal work, half of it with experts; the output, as much again.",
+              "Layers cost the same, half of it in experts; the logits cost as much as a layer.")
 
 # %%
-uses = Counter(s for t in nodes for s in set(t["src"]) if s is not None)
-often = [(data["tensors"][s]["name"], data["tensors"][s]["op"], n, [t["name"] for t in nodes if s in t["src"]]) for s, n in uses.most_common() if n > 1]
-rows = [(name, "leaf" if op == "NONE" else op, n, ", ".join(users[:3]) + ", …" * (n > 3)) for name, op, n, users in often]
-shown = rows[:4] + [r for r in rows if r[0] in ("ffn_moe_topk-0", "l_out-0", "ffn_norm-0")]
-views.table(["tensor", "made by", "users", "among them"], shown,
-            f"{len(rows)} tensors have several users. Inputs lead; residual streams and the chosen ids follow.")
+users = {}
+for t in nodes:
+    for s in set(t["src"]) - {None}:
+        users.setdefault(s, []).append(t["name"])
+often = sorted((s for s in users if len(users[s]) > 1), key=lambda s: -len(users[s]))
+names = {s: data["tensors"][s]["name"] for s in often}
+picked = often[:4] + [s for s in often if names[s] in ("ffn_moe_topk-0", "l_out-0", "ffn_norm-0")]
+rows = [(names[s], data["tensors"][s]["op"], len(users[s]), ", ".join(users[s][:2])) for s in picked]
+views.table(["tensor", "op", "users", "the first two"], rows,
+            f"{len(often)} tensors have several users: inputs most, then chosen ids and residual streams.")
 
 # %% [markdown]
 # ## 10 · Your turn · 7 min
@@ -416,8 +433,9 @@ def n_nodes(n_layer, per_layer):
 
 # %% tags=["check"]
 on = [(6, 52), (32, 36), (60, 36)]
-expected = [len(state.step().graph.nodes), *(len(state.dense_step(n).graph.nodes) for n in (32, 60))]
-lesson.check("n-nodes", n_nodes, expected, on, ["the Mixtral", "a dense model of 32 layers", "one of 60 layers"])
+steps = [state.step(), state.dense_step(32), state.dense_step(60)]
+expected = [len(step.graph.nodes) for step in steps]
+lesson.check("n-nodes", n_nodes, expected, on, ["the Mixtral", "32 dense layers", "60 dense layers"])
 
 # %% [markdown]
 # **Tier 2.** Expand by hand. The calls were
@@ -447,20 +465,22 @@ order = "wk wq x y p s k q".split()
 # %% tags=["check"]
 graph = wb.build(state.scores())
 expected = [t.name for t in (*graph.leafs, *graph.nodes)]
-lesson.check("by-hand", order, expected, steps=[f"leaf {i}" for i in range(3)] + [f"node {i}" for i in range(5)])
+steps = [f"leaf {i}" for i in range(3)] + [f"node {i}" for i in range(5)]
+lesson.check("by-hand", order, expected, steps=steps)
 
 # %% [markdown]
-# **Tier 3.** Write the expansion yourself. It is judged on the network, on the residual connection, with parameters, and on the logits
-# of the real model.
+# **Tier 3.** Write the expansion yourself. You will need `t.sources()`, `t.op` (`"NONE"` where there is none) and
+# `state.is_parameter(t)`. `nodes` and `leafs` are lists, `seen` is a set. It is judged on the network, on the residual connection, with
+# parameters, and on the logits of the real model.
 
 # %% tags=["exercise", "tier-3"]
 def expand(t, nodes, leafs, seen):
-    """Append t and all it needs to the lists, each once. `t.sources()`, `t.op` ("NONE" where there is none), `state.is_parameter(t)`."""
+    """Append t and all it needs to the lists, each once."""
     raise NotImplementedError
 
 # %% tags=["solution"]
 def expand(t, nodes, leafs, seen):
-    """Append t and all it needs to the lists, each once. `t.sources()`, `t.op` ("NONE" where there is none), `state.is_parameter(t)`."""
+    """Append t and all it needs to the lists, each once."""
     if t in seen:
         return
     seen.add(t)

@@ -151,7 +151,7 @@ def test_decisions_say_what_reserve_does():
     assert allocator.buffer_size() == 0  # looking takes no memory
     assert steps == [
         ("place", "x", 0, 0, 0, 32),
-        ("refuse", "a", "x", "1 more uses follow"),
+        ("refuse", "a", "x", "one more use follows"),
         ("place", "a", 0, 0, 32, 32),
         ("reuse", "b", "a"),
         ("free", "x", 0, 0, 0, 32),

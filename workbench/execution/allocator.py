@@ -197,7 +197,7 @@ class _Planning:
         if not _same_layout(t, parent):
             return "the layouts differ"
         if p.n_children != 1:
-            return f"{p.n_children - 1} more uses follow"
+            return f"{p.n_children - 1} more uses follow" if p.n_children > 2 else "one more use follows"
         return "a view of it is still in use" if p.n_views else ""
 
     def _take_over(self, state: _State, t: Tensor, parent: Tensor) -> Iterator[tuple[Any, ...]]:

@@ -8,7 +8,7 @@ import itertools
 import json
 import tracemalloc
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from time import perf_counter
@@ -26,8 +26,9 @@ from workbench.models.session import fill_inputs
 from workbench.tensors import Context, Flag, Tensor, ops
 from workbench.tensors.context import TENSOR_OVERHEAD
 
+_HEADS: dict[str, Any] = {k: 128 for k in ("n_embd_head_k", "n_embd_head_v") if k in models.HParams.__dataclass_fields__}
 LLAMA_3_8B = models.HParams("llama", n_vocab=128256, n_ctx_train=8192, n_embd=4096, n_layer=32, n_head=32, n_head_kv=8, n_rot=128,
-                            n_ff=14336, rms_eps=1e-5, rope_freq_base=500000.0)  # fmt: skip
+                            n_ff=14336, rms_eps=1e-5, rope_freq_base=500000.0, **_HEADS)  # fmt: skip
 """The published numbers of Llama 3 8B, a dense model."""
 
 
@@ -51,8 +52,9 @@ def build_mlp(context: Context, train: bool = False) -> Mlp:
         t.mark(Flag.PARAM)
     x, w1, b1, w2, b2 = made
     with context.active():
-        hidden = ops.silu(ops.add(ops.mul_mat(w1, x), b1))
-        return Mlp(x, w1, b1, w2, b2, hidden, ops.add(ops.mul_mat(w2, hidden), b2))
+        hidden = ops.silu(ops.add(ops.mul_mat(w1, x).named("w1 x"), b1).named("w1 x + b1")).named("hidden")
+        out = ops.add(ops.mul_mat(w2, hidden).named("w2 hidden"), b2).named("out")
+    return Mlp(x, w1, b1, w2, b2, hidden, out)
 
 
 class DescribedModel(models.Model):
@@ -73,7 +75,7 @@ class GraphLesson:
     """What lessons 03 and 04 share."""
 
     @cached_property
-    def models(self) -> dict[str, models.Model]:
+    def shipped(self) -> dict[str, models.Model]:
         """The shipped models of this lesson: a Mixtral of 6 layers of 8 experts, a DeepSeek of 5 whose first is dense."""
         return {name: models.load(name) for name in ("tiny-mixtral-f16", "tiny-deepseek-f16")}
 
@@ -93,7 +95,7 @@ class GraphLesson:
 
     def step(self, name: str = "tiny-mixtral-f16", n_tokens: int = 1, n_layer: int | None = None) -> models.StepGraph:
         """The graph of one step of a shipped model, or of its first layers: 256 visible cells of the cache, one row of logits."""
-        model = copy.copy(self.models[name])
+        model = copy.copy(self.shipped[name])
         model.hparams = dataclasses.replace(model.hparams, n_layer=n_layer or model.hparams.n_layer)
         return models.build_step(model, models.KVCache(model.hparams, 256, CpuBackend.buffer_type), n_tokens, 256, 1)
 
@@ -111,8 +113,8 @@ class Lesson03(GraphLesson):
         context = Context(2**14, name="residual")
         x, w, v = (context.from_numpy(np.linspace(-1, 1, n).reshape(shape), name=name) for name, n, shape in
                    (("x", 4, (4,)), ("w", 16, (4, 4)), ("v", 16, (4, 4))))  # fmt: skip
-        h = ops.silu(ops.mul_mat(w, x))
-        return ops.add(ops.mul_mat(v, h), h), h
+        h = ops.silu(ops.mul_mat(w, x).named("w x")).named("h")
+        return ops.add(ops.mul_mat(v, h).named("v h"), h).named("y"), h
 
     def doublings(self, n: int) -> Tensor:
         """x + x, n times over."""
@@ -174,7 +176,7 @@ class Lesson03(GraphLesson):
 
 
 # fmt: off
-def eager(x, blocks):
+def eager(x: np.ndarray, blocks: Iterable[Sequence[np.ndarray]]) -> np.ndarray:
     """Call by call, in NumPy: every operation makes a new array."""
     for w, b, v in blocks:
         h = x @ w.T + b
@@ -183,7 +185,7 @@ def eager(x, blocks):
     return x
 
 
-def described(x, blocks):
+def described(x: Tensor, blocks: Iterable[Sequence[Tensor]]) -> Tensor:
     """The same as a graph: every operation makes a description."""
     for w, b, v in blocks:
         h = ops.silu(ops.add(ops.mul_mat(w, x), b))
@@ -225,14 +227,20 @@ class Lesson04(GraphLesson):
     def stack(self, n_blocks: int = 4, n_tokens: int = 64, width: int = 256) -> Stack:
         """Always the same numbers. One activation takes n_tokens · width · 4 bytes, 64 KiB by default."""
         rng = np.random.default_rng(4)
-        draw = lambda *shape: rng.standard_normal(shape, np.float32)  # noqa: E731
-        arrays = [(draw(width, width) / 16, draw(width), draw(width, width) / 16) for _ in range(n_blocks)]
+
+        def draw(*shape: int, scale: float = 1) -> np.ndarray:
+            return rng.standard_normal(shape, np.float32) * np.float32(scale)
+
+        arrays = [(draw(width, width, scale=1 / 16), draw(width), draw(width, width, scale=1 / 16)) for _ in range(n_blocks)]
         weights = Context(n_blocks * (8 * width * (width + 1) + 2**11), name="weights")
-        tensors = [tuple(weights.from_numpy(a) for a in block) for block in arrays]
+        tensors = [[weights.from_numpy(a) for a in block] for block in arrays]
         with Context(2**16, no_alloc=True, name="activations").active() as context:
             x = context.new_tensor("f32", width, n_tokens, name="x").mark(Flag.INPUT)
             out = described(x, tensors).mark(Flag.OUTPUT)
-        return Stack(draw(n_tokens, width), arrays, x, out, build(out))
+        graph = build(out)
+        for i, t in enumerate(graph.nodes):
+            t.name = f"{('wx', '+b', 'silu', 'vh', 'sum')[i % 5]} {i // 5}"
+        return Stack(draw(n_tokens, width), arrays, x, out, graph)
 
     def arrays_made(self, run: Callable[..., Any], x: np.ndarray, *args: Any) -> list[int]:
         """Bytes of each array that NumPy makes in `run(x, …)`."""
@@ -277,6 +285,12 @@ class Lesson04(GraphLesson):
 
     def _ids(self, graph: CGraph) -> tuple[list[int], list[int]]:
         return [0] * len(graph.nodes), [int(not t.flags & Flag.INPUT) for t in graph.leafs]
+
+    def crossing(self, step: models.StepGraph, kind: str) -> list[tuple[Tensor, bool]]:
+        """Each use of a result by a node on the other side, if segments of this kind ran elsewhere: (source, used there?)."""
+        nodes = step.graph.nodes
+        there = {t for part in step.segments if part.kind == kind for t in nodes[part.first : part.last]}
+        return [(s, t in there) for t in nodes for s in t.sources() if s.op != "NONE" and (s in there) != (t in there)]
 
     def disjoint(self, graph: CGraph) -> bool:
         """Whether no two tensors that are alive at the same time share a byte."""
@@ -343,7 +357,7 @@ class Lesson04(GraphLesson):
     @cached_property
     def long_run(self) -> list[dict[str, int]]:
         """The counters of a session after a prompt of 12 tokens and after each of 300 new ones: it crosses 256 cells on the way."""
-        model, rows = self.models["tiny-mixtral-f16"], []
+        model, rows = self.shipped["tiny-mixtral-f16"], []
         with models.Session(model, n_ctx=512) as session:
             for tokens in (model.tokenizer.encode("And God said unto Moses, Go in unto"), *([5],) * 300):
                 session.decode(tokens)
@@ -353,7 +367,7 @@ class Lesson04(GraphLesson):
 
     def steps_built(self, n_prompt: int, n_new: int) -> int:
         """Graphs that a session builds for `n_new` single tokens behind a prompt of `n_prompt`."""
-        with models.Session(self.models["tiny-mixtral-f16"], n_ctx=768) as session:
+        with models.Session(self.shipped["tiny-mixtral-f16"], n_ctx=768) as session:
             session.decode([5] * n_prompt)
             before = session.n_graph_builds
             for _ in range(n_new):
@@ -362,7 +376,7 @@ class Lesson04(GraphLesson):
 
     def shares(self) -> dict[str, float]:
         """Milliseconds of a decode step of the Mixtral: building its graph, placing it, planning it, and running it."""
-        model, backend = self.models["tiny-mixtral-f16"], CpuBackend()
+        model, backend = self.shipped["tiny-mixtral-f16"], CpuBackend()
         cache = models.KVCache(model.hparams, 256, backend.buffer_type)
         build = lambda: models.build_step(model, cache, 1, 256, 1)  # noqa: E731
         step, allocator, zero = build(), GraphAllocator(backend.buffer_type), np.zeros(1, np.int64)

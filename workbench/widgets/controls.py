@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import traitlets
 
 from workbench.errors import shown
+from workbench.views.tables import Table, table
 from workbench.widgets.base import Shown, script
 
 
@@ -56,6 +57,17 @@ class Range(Shown):
         redraw()
         self.observe(redraw, names=["value"])
         return self
+
+    def compare(self, run: Callable[[int], Mapping[str, Any]], caption: str = "", first: int | None = None) -> Range:
+        """As `drive`, for a `run` that returns named facts: this run (B) stands beside the one before (A), at first that of `first`."""
+        last = run(self.min if first is None else first)
+
+        def view(value: int) -> Table:
+            nonlocal last
+            before, last = last, run(value)
+            return table(["", "A: last run", "B: this run"], [(k, before.get(k), v) for k, v in last.items()], caption)
+
+        return self.drive(view)
 
     def stored_text(self) -> str:
         """Label, value, and the view below."""
