@@ -12,7 +12,7 @@ from workbench.models.session import fill_inputs
 
 
 @pytest.mark.parametrize(("key", "value", "says"), [
-    ("general.architecture", (craft.STR, "gpt-oss"), "gpt-oss"),
+    ("general.architecture", (craft.STR, "phimoe"), "phimoe"),
     ("llama.block_count", (craft.U32, 2**31), "2147483648"),
     ("llama.block_count", (craft.STR, "two"), "two"),
     ("llama.block_count", None, "llama.block_count"),
@@ -22,7 +22,7 @@ from workbench.models.session import fill_inputs
     ("llama.expert_used_count", (craft.U32, 5), "is 5"),
     ("llama.rope.dimension_count", (craft.U32, 4), "is 4"),
     ("llama.rope.freq_base", (craft.F32, float("nan")), "nan"),
-    ("llama.rope.scaling.type", (craft.STR, "yarn"), "yarn"),
+    ("llama.rope.scaling.type", (craft.STR, "longrope"), "longrope"),
     ("llama.vocab_size", (craft.U32, 41), "is 41"),
     ("llama.attention.layer_norm_rms_epsilon", (craft.F32, -1.0), "-1"),
 ])

@@ -10,7 +10,6 @@ skipped: it is another graph (FLASH_ATTN_EXT), which the workbench does not buil
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +116,10 @@ def values(t: Tensor, hp: HParams) -> dict[str, Any]:
     if t.dtype.name == "f32":
         rows = t.array()[0, 0]
         ordered = all((row[:n] == 0).all() and np.isneginf(row[n:]).all() for row in rows for n in [int((row == 0).sum())])
-        return {"visible": [int((row == 0).sum()) for row in rows] if ordered else "zeros with gaps"}
+        seen = [np.flatnonzero(row == 0) for row in rows]
+        runs = all(len(i) and i[-1] - i[0] + 1 == len(i) for i in seen)
+        return {"visible": [len(i) for i in seen] if ordered else "zeros with gaps",
+                "seen": [[int(i[0]), int(i[-1])] for i in seen] if runs else "zeros with gaps"}  # fmt: skip
     return {"all": flat.tolist(), "sum": int(flat.sum()), "first": flat[:8].tolist(), "last": flat[-8:].tolist()}
 
 
@@ -142,6 +144,6 @@ def same(want: Any, have: Any, field: str = "") -> bool:
     if isinstance(want, list | tuple) and isinstance(have, list | tuple):
         return len(want) == len(have) and all(map(same, want, have))
     if isinstance(want, float) or isinstance(have, float):
-        numbers = [math.inf if x == "inf" else x for x in (want, have)]
+        numbers = [float(x) if x in ("inf", "-inf") else x for x in (want, have)]
         return all(isinstance(x, int | float) for x in numbers) and np.float32(numbers[0]) == np.float32(numbers[1])
     return type(want) is type(have) and want == have

@@ -26,21 +26,21 @@ class KVCache:
 
     K lies token by token, [n_embd_kv, n_ctx]; V lies transposed, a row per channel, as llama.cpp keeps it without flash
     attention (its tensor is described as [n_embd_kv, n_ctx] all the same). buffer_type: one for all layers, or one for each.
-    Without one there is no memory: enough to build graphs.
+    Without one there is no memory: enough to build graphs. Compressed attention (deepseek2) keeps one row for all heads, whose
+    first part is V: there is no V of its own.
     """
 
     def __init__(self, hp: HParams, n_ctx: int, buffer_type: BufferType | Sequence[BufferType] | None = None) -> None:
         self.hp, self.n_ctx = hp, padded(n_ctx, PAD_KV)
         self.context = Context(2 * hp.n_layer * TENSOR_OVERHEAD, no_alloc=True, name="kv cache")
-        shape = (hp.n_embd_kv, self.n_ctx)
-        self.k = [self.context.new_tensor("f32", *shape, name=f"cache_k_l{i}") for i in range(hp.n_layer)]
-        self.v = [self.context.new_tensor("f32", *shape, name=f"cache_v_l{i}") for i in range(hp.n_layer)]
+        self.k = [self.context.new_tensor("f32", hp.n_embd_kv, self.n_ctx, name=f"cache_k_l{i}") for i in range(hp.n_layer)]
+        self.v = [self.context.new_tensor("f32", hp.n_embd_v, self.n_ctx, name=f"cache_v_l{i}") for i in range(hp.n_layer) if hp.n_embd_v]
         self.buffers: list[Buffer] = []
         self.nbytes = sum(t.nbytes for t in (*self.k, *self.v))
         if buffer_type is not None:
             kinds = [buffer_type] * hp.n_layer if isinstance(buffer_type, BufferType) else list(buffer_type)
             for kind in dict.fromkeys(kinds):
-                self._place(kind, [t for i, own in enumerate(kinds) if own is kind for t in (self.k[i], self.v[i])])
+                self._place(kind, [t for i, own in enumerate(kinds) if own is kind for t in (*self.k[i : i + 1], *self.v[i : i + 1])])
         self.seq = np.full(self.n_ctx, FREE, np.int32)
         self.pos = np.zeros(self.n_ctx, np.int32)
 
@@ -48,8 +48,10 @@ class KVCache:
         buffer = kind.alloc_buffer(sum(t.nbytes for t in tensors))
         self.buffers.append(buffer)
         buffer.clear(0)  # cells that are masked out are multiplied by zero: they must not hold NaN
-        for i, tensor in enumerate(tensors):
-            tensor.place(buffer, i * tensor.nbytes)
+        end = 0
+        for tensor in tensors:
+            tensor.place(buffer, end)
+            end += tensor.nbytes
 
     def close(self) -> None:
         """Give the memory back."""
@@ -86,17 +88,17 @@ class KVCache:
         used = np.flatnonzero(self.seq != FREE)
         return min(padded(int(used[-1]) + 1 if len(used) else 1, PAD_KV), self.n_ctx)
 
-    def fill_mask(self, mask: np.ndarray, seqs: np.ndarray, positions: np.ndarray) -> None:
-        """Row t: 0 at the cells of the token's own sequence up to its own position, -inf elsewhere."""
+    def fill_mask(self, mask: np.ndarray, seqs: np.ndarray, positions: np.ndarray, window: int = 0) -> None:
+        """Row t: 0 at the cells of the token's own sequence up to its own position (the last `window` ones), -inf elsewhere."""
         n_kv = mask.shape[-1]
         cell_seq, cell_pos = self.seq[:n_kv], self.pos[:n_kv]
         mask.fill(-np.inf)
         for row, seq, pos in zip(mask, seqs, positions, strict=True):
-            row[(cell_seq == seq) & (cell_pos <= pos)] = 0
+            row[(cell_seq == seq) & (cell_pos <= pos) & ((cell_pos > pos - window) if window else True)] = 0
 
     def v_indices(self, cells: np.ndarray) -> np.ndarray:
         """Where the elements of V go in the transposed cache: channel · n_ctx + cell, token by token."""
-        return (np.arange(self.hp.n_embd_kv) * self.n_ctx + cells[:, None]).reshape(-1)
+        return (np.arange(self.hp.n_embd_v) * self.n_ctx + cells[:, None]).reshape(-1)
 
     # ---- nodes
 
@@ -106,17 +108,17 @@ class KVCache:
 
     def write_v(self, layer: int, v: Tensor, places: Tensor) -> Tensor:
         """Store V transposed, element by element: rows of one element each (`cpy_v`)."""
-        v = ops.reshape(v, self.hp.n_embd_kv, v.ne[2])
+        v = ops.reshape(v, self.hp.n_embd_v, v.ne[2])
         cache = self.v[layer]
         rows = ops.reshape(cache, 1, cache.n_elements)
         return ops.set_rows(rows, ops.reshape(v, 1, v.n_elements), places)
 
     def read_k(self, layer: int, n_kv: int) -> Tensor:
         """The first n_kv cells of K as [head, heads, n_kv] (`get_k`). Nothing ties it to the writing node but their order."""
-        k, head = self.k[layer], self.hp.n_embd_head
+        k, head = self.k[layer], self.hp.n_embd_head_k
         return ops.view(k, head, self.hp.n_head_kv, n_kv, 1, nb=(4 * head, k.nb[1], k.nb[1] * self.n_ctx))
 
     def read_v(self, layer: int, n_kv: int) -> Tensor:
         """The first n_kv cells of the transposed V as [n_kv, heads, head] (`get_v`)."""
-        v, head, row = self.v[layer], self.hp.n_embd_head, 4 * self.n_ctx
-        return ops.view(v, n_kv, self.hp.n_head_kv, head, 1, nb=(row * head, row, row * self.hp.n_embd_kv))
+        v, head, row = self.v[layer], self.hp.n_embd_head_v, 4 * self.n_ctx
+        return ops.view(v, n_kv, self.hp.n_head_kv, head, 1, nb=(row * head, row, row * self.hp.n_embd_v))

@@ -37,6 +37,10 @@ class Model:
         """A weight by its short name: `weight("attn_q", 3)` is `blk.3.attn_q.weight`."""
         return self.weights[f"{what}.weight" if layer is None else f"blk.{layer}.{what}.weight"]
 
+    def bias(self, what: str, layer: int) -> Tensor | None:
+        """A bias by its short name: `bias("attn_q", 3)` is `blk.3.attn_q.bias`; None where the model has none."""
+        return self.weights.get(f"blk.{layer}.{what}.bias")
+
     @property
     def output(self) -> Tensor:
         """The matrix that makes logits: `output.weight`, or the embedding where the two are tied."""
@@ -48,10 +52,16 @@ class Model:
         return FeedForward(gate, up, down)
 
     def experts(self, layer: int) -> ExpertWeights:
-        """The merged matrices of a layer's experts."""
-        shared = self.feed_forward(layer, "_shexp") if self.hparams.n_expert_shared else None
+        """The merged matrices of a layer's experts, and what goes with them."""
+        hp = self.hparams
+        shared = self.feed_forward(layer, "_shexp") if hp.n_ff_shexp else None
         merged = self.feed_forward(layer, "_exps")
-        return ExpertWeights(merged.gate, merged.up, merged.down, shared)
+        share = self.weight("ffn_gate_inp_shexp", layer) if hp.traits.shared_gate else None
+        biases = None
+        if hp.traits.oss:
+            gate, up, down = (self.weights[f"blk.{layer}.ffn_{part}_exps.bias"] for part in ("gate", "up", "down"))
+            biases = gate, up, down
+        return ExpertWeights(merged.gate, merged.up, merged.down, shared, share, biases)
 
     @functools.cached_property
     def tokenizer(self) -> Tokenizer:

@@ -271,12 +271,15 @@ class _Scheduled(NamedTuple):
 def fill_inputs(step: StepGraph, cache: KVCache, tokens: np.ndarray, positions: np.ndarray, seqs: np.ndarray, cells: np.ndarray,
                 out_ids: np.ndarray) -> None:  # fmt: skip
     """Write the inputs of a step (`llm_graph_result::set_inputs`)."""
-    inputs = step.inputs
-    mask = np.empty((inputs.mask.ne[1], inputs.mask.ne[0]), np.float32)
-    cache.fill_mask(mask, seqs, positions)
-    for leaf, values in ((inputs.tokens, tokens), (inputs.pos, positions), (inputs.k_idxs, cells), (inputs.v_idxs, cache.v_indices(cells)),
-                         (inputs.mask, mask), (inputs.out_ids, out_ids)):  # fmt: skip
-        leaf.set(values)
+    values = {"tokens": tokens, "pos": positions, "k_idxs": cells, "v_idxs": cache.v_indices(cells), "out_ids": out_ids}
+    for name, leaf in vars(step.inputs).items():
+        name, windowed, _ = name.partition("_swa")
+        if name == "mask":
+            mask = np.empty((leaf.ne[1], leaf.ne[0]), np.float32)
+            cache.fill_mask(mask, seqs, positions, cache.hp.window if windowed else 0)
+            leaf.set(mask)
+        else:
+            leaf.set(values[name])
 
 
 def bucket(n: int) -> int:

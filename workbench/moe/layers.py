@@ -22,12 +22,18 @@ class FeedForward:
 
 @dataclass(frozen=True)
 class ExpertWeights:
-    """The merged matrices of all experts of a layer, [D, F, E], [D, F, E], [F, D, E], and those of the shared expert."""
+    """The merged matrices of all experts of a layer, [D, F, E], [D, F, E], [F, D, E], and those of the shared expert.
+
+    shared_gate [D]: its product with a token says, through a sigmoid, how much the shared expert counts (Qwen2). biases: of gate,
+    up and down, [F, E], [F, E], [D, E], with the clipped unit SWIGLU_OAI (gpt-oss).
+    """
 
     gate: Tensor
     up: Tensor
     down: Tensor
     shared: FeedForward | None = None
+    shared_gate: Tensor | None = None
+    biases: tuple[Tensor, Tensor, Tensor] | None = None
 
 
 def build_ffn(x: Tensor, weights: FeedForward, *, name: NameNode = name_node, layer: int = 0) -> Tensor:
@@ -48,10 +54,19 @@ def build_experts(x: Tensor, experts: ExpertWeights, routing: Routing, *, graph:
     width, n_tokens = x.ne[:2]
     ids, k = routing.experts, routing.experts.ne[0]
     row = ops.reshape(x, width, 1, n_tokens)  # one row, read by all k experts of the token
-    up = name(ops.mul_mat_id(experts.up, row, ids), "ffn_moe_up", layer)
-    gate = name(ops.mul_mat_id(experts.gate, row, ids), "ffn_moe_gate", layer)
-    hidden = name(ops.swiglu_split(gate, up), "ffn_moe_swiglu", layer)
-    results = name(ops.mul_mat_id(experts.down, hidden, ids), "ffn_moe_down", layer)
+    gate_bias, up_bias, down_bias = experts.biases or (None, None, None)
+
+    def product(matrices: Tensor, x: Tensor, what: str, bias: Tensor | None) -> Tensor:
+        out = name(ops.mul_mat_id(matrices, x, ids), f"ffn_moe_{what}", layer)
+        return out if bias is None else name(ops.add_id(out, bias, ids), f"ffn_moe_{what}_biased", layer)
+
+    up = product(experts.up, row, "up", up_bias)
+    gate = product(experts.gate, row, "gate", gate_bias)
+    if experts.biases is None:
+        hidden = name(ops.swiglu_split(gate, up), "ffn_moe_swiglu", layer)
+    else:
+        hidden = name(ops.swiglu_oai(gate, up), "ffn_moe_swiglu_oai", layer)
+    results = product(experts.down, hidden, "down", down_bias)
     results = name(ops.mul(results, routing.weights), "ffn_moe_weighted", layer)
     expand(results)
     parts = [ops.view(results, width, n_tokens, nb=(results.nb[2],), offset=i * results.nb[1]) for i in range(k)]
@@ -66,8 +81,17 @@ def build_experts(x: Tensor, experts: ExpertWeights, routing: Routing, *, graph:
     name(out, "ffn_moe_out", layer)
     if experts.shared is None:
         return out
+    share = _share(x, experts.shared_gate, name, layer) if experts.shared_gate is not None else None
     shared = name(build_ffn(x, experts.shared, name=name, layer=layer), "ffn_shexp", layer)
+    if share is not None:
+        shared = name(ops.mul(shared, share), "ffn_shexp_out", layer)
     return name(ops.add(out, shared), "ffn_out", layer)
+
+
+def _share(x: Tensor, gate: Tensor, name: NameNode, layer: int) -> Tensor:
+    """How much the shared expert counts for each token: a sigmoid, built as silu(z) / z."""
+    z = name(ops.mul_mat(gate, x), "ffn_shexp_gate_inp", layer)
+    return name(ops.div(ops.silu(z), z), "ffn_shexp_gate", layer)
 
 
 def build_moe_ffn(x: Tensor, gate_inp: Tensor, experts: ExpertWeights, router: Router, *, graph: Expander | None = None,
