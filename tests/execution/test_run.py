@@ -228,3 +228,18 @@ def test_an_expert_layer_takes_no_memory(t, cache, rounding):
     _, _, graph = graph_of(moe_layer, 256, t)
     runner = GraphRunner(CpuBackend(dequant_cache_bytes=cache, activation_rounding=rounding))
     assert _traced_peak(lambda: runner.run(graph)) <= 64 * 1024 + 64 * 2 * t
+
+
+def test_a_view_that_is_an_output_keeps_its_memory():
+    with Context(1 << 20, no_alloc=True) as ctx:
+        x = ctx.new_tensor("f32", 8, name="x")
+        kept = ops.reshape(ops.sqr(x), 4, 2).mark(Flag.OUTPUT)
+        assert kept.root().flags & Flag.OUTPUT
+        y = kept
+        for _ in range(5):
+            y = ops.neg(ops.cont(y))
+        runner, graph = GraphRunner(), build(kept, y)
+        runner.prepare(graph)
+        x.set(np.arange(8))
+        runner.run(graph)
+        assert np.array_equal(kept.numpy().ravel(), np.arange(8) ** 2)

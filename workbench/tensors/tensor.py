@@ -320,10 +320,15 @@ class Tensor:
     # ---- flags and names
 
     def mark(self, flag: Flag) -> Tensor:
-        """Set a flag (`ggml_set_input`, `ggml_set_output`, `ggml_set_param`, `ggml_set_loss`); returns the tensor."""
+        """Set a flag (`ggml_set_input`, `ggml_set_output`, `ggml_set_param`, `ggml_set_loss`); returns the tensor.
+
+        An output that is a view makes an output of the owner of its memory, too: else later nodes would get that memory.
+        """
         if flag & Flag.PARAM and self.op != "NONE":
             raise ShapeError(f"{self.label} is computed by {self.op}", "a tensor without op as parameter")
         self.flags |= flag
+        if self.view_src is not None:
+            self.view_src.flags |= flag & Flag.OUTPUT
         return self
 
     def named(self, name: str) -> Tensor:
