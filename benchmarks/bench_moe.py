@@ -22,7 +22,8 @@ def _table(half: bool, n_threads: int) -> Table:
     from threadpoolctl import threadpool_limits
 
     kind = "f16" if half else "f32"
-    table = Table(f"MoE block, router 512 -> 8, top-2, SwiGLU 512 -> 1024 -> 512, {kind} weights, {n_threads} thread(s): ms (speed against ggml)",
+    table = Table("MoE block, router 512 -> 8, top-2, SwiGLU 512 -> 1024 -> 512, "
+                  f"{kind} weights, {n_threads} thread(s): ms (speed against ggml)",
                   ["tokens", "ggml", "workbench", "aim", "NumPy loop", "PyTorch"])  # fmt: skip
     for n_tokens in TOKENS:
         block = peers.Block(n_tokens, half)

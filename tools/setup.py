@@ -216,8 +216,8 @@ def start_again(env: Environment, command: str, argv: list[str]) -> None:
 
 def _pip(env: Environment, wanted: Path) -> None:
     log = env.folder / "workbench-setup.log"
-    line = [str(env.python), "-m", "pip", "--require-virtualenv", "install", "--disable-pip-version-check", "--no-input", "--require-hashes",
-            "--only-binary=:all:", "--progress-bar=off", "-r", str(wanted)]
+    line = [str(env.python), "-m", "pip", "--require-virtualenv", "install", "--disable-pip-version-check", "--no-input",
+            "--require-hashes", "--only-binary=:all:", "--progress-bar=off", "-r", str(wanted)]
     tail: list[str] = []
     fetched = 0
     with log.open("w", encoding="utf-8") as out, subprocess.Popen(

@@ -70,3 +70,8 @@ def test_no_memory_grows_with_the_data(name):
             _, peak = tracemalloc.get_traced_memory()
             tracemalloc.stop()
         assert peak <= 64 * 1024
+
+
+def test_every_op_has_a_public_constructor():
+    """Graph files are read through them."""
+    assert [name for name in OPS if name.lower() not in ops.__all__] == []

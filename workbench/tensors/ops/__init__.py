@@ -59,9 +59,9 @@ from workbench.tensors.ops.rows import (
 )
 
 __all__ = ["abs", "add", "add_id", "argmax", "argsort", "argsort_top_k", "cast", "clamp", "concat", "cont",
-           "cpy", "cross_entropy_loss", "diag_mask_inf", "div", "dup", "exp", "geglu", "geglu_split", "gelu",
+           "cpy", "cross_entropy_loss", "diag_mask_inf", "div", "dup", "exp", "fill", "geglu", "geglu_split", "gelu",
            "gelu_quick", "get_rows", "glu", "l2_norm", "log", "mean", "mul", "mul_mat", "mul_mat_id", "neg",
            "norm", "out_prod", "permute", "reglu", "reglu_split", "relu", "repeat", "reshape", "rms_norm",
            "rope", "scale", "set_rows", "sigmoid", "silu", "slice_view", "soft_max", "soft_max_ext", "sqr",
-           "sqrt", "step", "sub", "sum", "sum_rows", "swiglu", "swiglu_split", "tanh", "top_k", "transpose",
+           "sqrt", "step", "sub", "sum", "sum_rows", "swiglu", "swiglu_oai", "swiglu_split", "tanh", "top_k", "transpose",
            "unary", "view"]  # fmt: skip
