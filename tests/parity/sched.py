@@ -162,6 +162,7 @@ class Replay:
 
     def whole(self) -> Iterator[str]:
         """What concerns all runs together."""
+        yield from same_list("more_runs", self.case["run_modes"][1:], [m["mode"] for m in self.expect["more_runs"]])
         yield from same_list("argsort_ties", sorted(self.plain.tied(self.expect["argsort_ties"])), sorted(self.expect["argsort_ties"]))
         verdict = self.expect["matches_plain_cpu_run"]
         differ = self.plain.differing(self.made)
@@ -174,8 +175,6 @@ def differences(case: Case) -> Iterator[str]:
     """Each difference between the recording and the product, in the order of the runs."""
     replay, expect = Replay(case), case["expect"]
     yield from same("n_copies", replay.scheduler.n_copies, case["n_copies"])
-    more = 0 if expect["error"] else len(expect["more_runs"])
-    yield from same_list("more_runs", case["run_modes"][1:] if not expect["error"] else [], [m["mode"] for m in expect["more_runs"]] if more else [])
     for number, mode in enumerate(case["run_modes"]):
         if mode not in MODES or (mode == "first") != (number == 0):
             yield f"run_modes[{number}]: {mode!r} is unknown"

@@ -115,13 +115,14 @@ def reads_after_writes(seed):
     scheduler.trace = trace = Trace("virtual")
     scheduler.compute(graph)
     scheduler.trace = None
+    rewritten = {(r.node, r.original): r.copy for r in scheduler.splitter.rewrites}
     by_name = {t.name: t for t in scheduler.graph_copy.nodes if "(view)" not in t.name}
     original = {copy.name: t for (t, _), copies in scheduler.splitter.copies.items() for copy in copies if copy is not t}
     written, checked = {}, 0
     for event in trace.of("busy", "set", "copy_buffer", "set_async"):
         d = trace.described(event)
         name = d["copy"] if event.kind == "copy_buffer" else d["name"]
-        read = [original[name]] if name in original else by_name[name].sources()
+        read = [original[name]] if name in original else [rewritten.get((by_name[name], s), s) for s in by_name[name].sources()]
         for source in read:
             assert event.start >= written.get(source.root(), 0), (name, source.name)
             checked += source.root() in written

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import gc
 import itertools
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,11 +23,16 @@ from workbench.scheduler.passes import Assignment, passes
 from workbench.scheduler.runtime import Runtime
 from workbench.scheduler.splits import GraphCopy, Split, Splitter
 from workbench.scheduler.transfer import EvalCallback, UsedExperts, WeightTransfer
+from workbench.tensors.storage import Usage
 from workbench.tensors.tensor import Moves, Tensor
 from workbench.trace import Trace
 
 MAX_COPIES = 4
 """Pipeline slots of a parallel scheduler (`GGML_SCHED_MAX_COPIES`)."""
+
+
+_HOLDERS: weakref.WeakKeyDictionary[CGraph, Callable[[], Scheduler | None]] = weakref.WeakKeyDictionary()
+"""Graph -> the scheduler that split it last: its memory does not bind another one."""
 
 
 class Scheduler:
@@ -183,7 +189,6 @@ class Scheduler:
     # ---- states
 
     def _forget(self) -> None:
-        self._splitter.undo()
         self._assignment = self._fresh_assignment()
         self._copy = GraphCopy()
         self._graph: CGraph | None = None
@@ -192,7 +197,7 @@ class Scheduler:
         self._is_reset = not self._user
 
     def reset(self) -> None:
-        """Forget the last graph and all assignments by hand; its nodes get their own sources back (`…_sched_reset`)."""
+        """Forget the last graph and all assignments by hand (`ggml_backend_sched_reset`)."""
         self._user = {}
         self._forget()
 
@@ -215,14 +220,18 @@ class Scheduler:
     def split(self, graph: CGraph) -> list[Split]:
         """Assign and cut a graph without giving it memory (`ggml_backend_sched_split_graph`).
 
-        Memory that this scheduler gave to the graph's tensors before does not count: they are placed anew. Where it fails, no
-        graph is split, and assignments by hand stay.
+        Memory that a scheduler gave to the graph's tensors before does not count: they are placed anew. One that holds the
+        graph loses it. Where this fails, no graph is split, and assignments by hand stay.
         """
         self._forget()
         graph.require_alive()
         if max(len(graph.nodes), len(graph.leafs)) > self.graph_size:
             raise GraphFull(f"a graph of {len(graph.nodes):,} nodes and {len(graph.leafs):,} leafs",
                             f"at most {self.graph_size:,} of each", "Scheduler(…, graph_size=…)")  # fmt: skip
+        holder = _HOLDERS.get(graph, lambda: None)()
+        if holder is not None and holder is not self:
+            holder._hand_over(graph)
+        _HOLDERS[graph] = weakref.ref(self)
         self._take_back(graph)
         self.n_splittings += 1
         self._is_reset = False
@@ -241,20 +250,27 @@ class Scheduler:
         else:
             steps = passes(a, graph, self.quirks), splitter.split(a, graph, self.slot)
             self._recorded = record.splitting(self.trace, graph, self._user, *steps, self.backends, self.buffer_types)
-        kept = self._optimize()
-        splitter.commit()
+        with splitter.rewritten():
+            kept = self._optimize()
         self._graph, self._copy = graph, splitter.graph_copy(a, graph, kept)
         graph.uid = next_uid()
         self._runtime.prepare(a, splitter)
         self._previous_ids, self._ids = self._ids, (self._copy.node_ids, self._copy.leaf_ids)
 
     def _take_back(self, graph: CGraph) -> None:
-        owns, taken = self._allocator.owns, False
+        """Forget where this scheduler put the graph's tensors, and where anybody put what is computed anew in any case."""
+        owns, taken, mend = self._allocator.owns, False, self.quirks != "ggml"
         for tensors in (graph.leafs, graph.nodes):
             for t in tensors:
-                if t._storage is not None and owns(t):
+                if t._storage is not None and (owns(t) or mend and t.op != "NONE" and t._storage.usage is Usage.COMPUTE):
                     t._storage, taken = None, True
         Moves.count += taken
+
+    def _hand_over(self, graph: CGraph) -> None:
+        """Another scheduler wants the graph."""
+        self._take_back(graph)
+        if self._graph is graph:
+            self._forget()
 
     def _optimize(self) -> dict[Tensor, list[Tensor]]:
         """Let each backend order the nodes of its splits; what memory it wants kept, by the node until which."""
@@ -282,7 +298,8 @@ class Scheduler:
         self.synchronize()
         self.split(graph)
         try:
-            return self._allocator.measure(self._copy, *self._ids)  # type: ignore[arg-type]
+            with self._splitter.rewritten():
+                return self._allocator.measure(self._copy, *self._ids)  # type: ignore[arg-type]
         finally:
             self.reset()
 
@@ -294,7 +311,8 @@ class Scheduler:
         self.synchronize()
         self.split(graph)
         try:
-            self._allocator.reserve(self._copy, *self._ids)  # type: ignore[arg-type]
+            with self._splitter.rewritten():
+                self._allocator.reserve(self._copy, *self._ids)  # type: ignore[arg-type]
         finally:
             self.reset()
 
@@ -309,7 +327,8 @@ class Scheduler:
         self._next_slot = (self._next_slot + 1) % self.n_copies
         try:
             self.split(graph)
-            self._place()
+            with self._splitter.rewritten():
+                self._place()
         except BaseException:
             self._forget()
             raise
@@ -361,7 +380,7 @@ class Scheduler:
         if self._graph is not graph:
             raise GraphError("another graph than the one that was allocated", "the same graph, or a reset before",
                              "scheduler.reset(); scheduler.alloc(graph)")  # fmt: skip
-        with self._runtime.giving_up():
+        with self._runtime.giving_up(), self._splitter.rewritten():
             return self._runtime.run(self.splits)
 
     def synchronize(self) -> None:
@@ -373,7 +392,8 @@ class Scheduler:
 
     def debug(self, level: int = 2) -> str:
         """Splits with their inputs, and from level 2 on their nodes (`GGML_SCHED_DEBUG`)."""
-        return record.debug(self, level)
+        with self._splitter.rewritten():
+            return record.debug(self, level)
 
     def close(self) -> None:
         """Give the compute memory back; the backends stay as they are (`ggml_backend_sched_free`)."""

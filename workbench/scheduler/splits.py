@@ -1,12 +1,13 @@
 """Pass 5: cut the graph where the backend changes, and name what must be copied across (`ggml_backend_sched_split_graph`).
 
-A node that reads a tensor which its backend cannot reach gets a copy as source instead. The pass only decides: sources are
-changed by `commit`, and `undo` gives them back, so a graph is never left rewritten.
+A node that reads a tensor which its backend cannot reach gets a copy as source instead. Other than in ggml, sources are only
+changed while memory is planned and while splits run (`Splitter.rewritten`): a graph is never left rewritten.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -78,7 +79,6 @@ class Splitter:
         self.backends, self.n_copies, self.quirks = backends, n_copies, quirks
         self._capacity: list[int] = []
         self._first = 0
-        self._changed: list[tuple[Tensor, tuple[Tensor | None, ...], Flag]] = []  # what `commit` changed, as it was
         self._begin(0)
 
     def _begin(self, slot: int) -> None:
@@ -95,20 +95,19 @@ class Splitter:
         twin._capacity, twin._first = [*self._capacity], self._first
         return twin
 
-    def commit(self) -> None:
-        """Let the nodes read the copies."""
-        for r in self.rewrites:
-            self._changed.append((r.node, r.node.src, r.node.flags))
-            r.node.src = (*r.node.src[: r.j], r.copy, *r.node.src[r.j + 1 :])
-        for tensor in self.graph_inputs:
-            self._changed.append((tensor, tensor.src, tensor.flags))
-            tensor.flags |= KEPT
-
-    def undo(self) -> None:
-        """Give every node its original sources back."""
-        for tensor, src, flags in reversed(self._changed):
-            tensor.src, tensor.flags = src, flags
-        self._changed = []
+    @contextmanager
+    def rewritten(self) -> Iterator[None]:
+        """Let the nodes read the copies, and give them their own sources back."""
+        changed = [(t, t.src, t.flags) for t in (*(r.node for r in self.rewrites), *self.graph_inputs)]
+        try:
+            for r in self.rewrites:
+                r.node.src = (*r.node.src[: r.j], r.copy, *r.node.src[r.j + 1 :])
+            for tensor in self.graph_inputs:
+                tensor.flags |= KEPT
+            yield
+        finally:
+            for tensor, src, flags in changed:
+                tensor.src, tensor.flags = src, flags
 
     # ---- deciding
 
