@@ -90,14 +90,17 @@ def shapes(name: str) -> dict[str, tuple[int, ...]]:
     return out
 
 
-def write(name: str, path: Path) -> Path:
-    """The model as a file: the same bytes on every machine."""
+def write(name: str, path: Path, **change: object) -> Path:
+    """The model as a file: the same bytes on every machine. change: keys to replace (None drops one), with _ for dots."""
     import gguf
 
     arch, keys = MODELS[name]
     writer = gguf.GGUFWriter(path, arch)
     writer.add_name(f"small {name}")
     for key, value in (COMMON | keys).items():
+        value = change.get(key.replace(".", "_"), value)
+        if value is None:
+            continue
         add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}[type(value)]
         add(f"{arch}.{key}", value)
     writer.add_tokenizer_model("none")

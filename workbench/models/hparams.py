@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from workbench.errors import ModelError, shown
+from workbench.errors import ModelError, ParameterError, shown
 from workbench.models.gguf import GGUFFile
 from workbench.moe import Router
 
@@ -244,7 +244,10 @@ def read_hparams(file: GGUFFile) -> HParams:
         window=_whole(file, "attention.sliding_window", 2**28) if traits.oss else 0, **_routing(file, n_expert),
     )  # fmt: skip
     if n_expert:
-        _ = hp.router  # refuses numbers that make no router
+        try:
+            _ = hp.router
+        except ParameterError as e:
+            raise ModelError(f"the experts of {shown(file.path.name)}: {e.found}", e.expected, "the file is damaged, or altered") from None
     return hp
 
 
