@@ -29,8 +29,9 @@ class Part:
 
     def require_open(self) -> None:
         """Raise ContextClosed where a context was closed."""
-        for context in self._contexts:
-            context.require_open()
+        if any(context.closed for context in self._contexts):
+            for node in self.nodes:
+                node.require_alive()
 
 
 class Runtime:

@@ -63,8 +63,8 @@ class GraphCopy:
 
     def require_open(self) -> None:
         """Raise ContextClosed where a context of one of its tensors was closed."""
-        for context in {t.context for t in (*self.nodes, *self.leafs) if t.context is not None}:
-            context.require_open()
+        for t in (*self.nodes, *self.leafs):
+            t.require_alive()
 
 
 class Splitter:
