@@ -15,7 +15,12 @@ def main(args: list[str]) -> int:
     if not args or args[0] not in COMMANDS:
         print(f"usage: python -m tests.parity {{{','.join(COMMANDS)}}} ARGS", file=sys.stderr)
         return 2
-    return importlib.import_module(f"tests.parity.{args[0]}").main(args[1:])
+    try:
+        command = importlib.import_module(f"tests.parity.{args[0]}")
+    except ModuleNotFoundError as e:
+        print(f"this Python has no {e.name}: use that of .venv (.venv/bin/python), which `make setup` makes", file=sys.stderr)
+        return 2
+    return command.main(args[1:])
 
 
 if __name__ == "__main__":
