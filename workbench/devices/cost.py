@@ -1,35 +1,155 @@
-"""What work costs on a simulated device, in virtual nanoseconds."""
+"""What work costs on a simulated device, in virtual nanoseconds, and the presets that say so of real machines.
+
+A device works through one stream, as a backend of ggml does: kernels and the copies that are asked of it come one after the
+other, so a copy never overlaps with computing on the same device (`ggml_backend_cuda` copies on its compute stream). What does overlap
+is the work of different devices, and the host's. A copy between two cards runs on the stream of the source.
+
+A kernel takes a start-up time and then as long as the slower of arithmetic and memory (a roofline). A copy takes a
+latency and its bytes over the link. Out of pageable memory, such as a mapped file, the driver copies through a pinned
+buffer of its own: slower, and the host has to stand by until it is done. Pinned memory is what the simulated host hands
+out itself, as llama.cpp does for compute buffers (`CUDA_Host`).
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
+from workbench.errors import FileFormatError, ParameterError, shown
 from workbench.tensors.tensor import Tensor
 
 
 @dataclass(frozen=True)
 class Speed:
-    """A device by its rates. launch_ns: from the call to the start of a kernel; flops and memory: per nanosecond (GFLOP/s,
-    GB/s); link: bytes per nanosecond to and from the host; link_ns: what each transfer costs beside its bytes."""
+    """A device by its rates: operations and bytes per nanosecond (GFLOP/s, GB/s).
+
+    launch_ns: what each kernel takes beside its work, expert_ns: and once more for each expert inside of MUL_MAT_ID. flops: of products;
+    flops_of: the same by the type of the weights, where it differs. vector: operations of everything else (None: as products). memory: bytes.
+    link: bytes to and from the host, pageable: out of or into host memory that is not pinned (None: the same); link_ns: what each
+    transfer costs beside its bytes. sync_ns: what it costs the host to wait for the device.
+    """
 
     launch_ns: int = 5_000
     flops: float = 10_000.0
     memory: float = 400.0
     link: float = 12.0
     link_ns: int = 10_000
+    flops_of: Mapping[str, float] = field(default_factory=dict, hash=False)
+    vector: float | None = None
+    expert_ns: int = 0
+    pageable: float | None = None
+    sync_ns: int = 0
 
     def compute_ns(self, node: Tensor) -> int:
         """Time of one node: bound by arithmetic or by memory, whichever takes longer (a roofline)."""
-        if node.spec is None:
+        spec = node.spec
+        if spec is None:
             return 0
-        return self.launch_ns + int(max(node.spec.flops(node) / self.flops, node.spec.moved(node) / self.memory))
+        rate, start = self.vector or self.flops, self.launch_ns
+        weights = node.src[0] if node.op in ("MUL_MAT", "MUL_MAT_ID", "OUT_PROD") else None
+        if weights is not None:
+            rate = self.flops_of.get(weights.dtype.name, self.flops)
+            ids = node.src[2] if node.op == "MUL_MAT_ID" else None
+            start += self.expert_ns * min(weights.ne[2], ids.n_elements) if ids is not None else 0
+        return start + int(max(spec.flops(node) / rate, spec.moved(node) / self.memory))
 
-    def transfer_ns(self, nbytes: int) -> int:
+    def transfer_ns(self, nbytes: int, pinned: bool = True) -> int:
         """Time of one transfer over the link."""
-        return self.link_ns + int(nbytes / self.link)
+        rate = self.link if pinned or self.pageable is None else self.pageable
+        return self.link_ns + int(nbytes / rate)
 
 
 GPU = Speed()
 """A round-numbered card on a PCIe link."""
 CPU = Speed(launch_ns=200, flops=100.0, memory=20.0, link=10.0, link_ns=200)
 """A round-numbered host; its link is memory to memory."""
+
+
+# ---- presets
+
+PRESETS_FILE = Path(__file__).with_name("presets.toml")
+RATES = {"link", "pageable", "memory", "flops", "vector", "f32", "f16", "quantised"}
+NUMBERS = {"launch_ns", "expert_ns", "link_ns", "sync_ns", "capacity"}
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A device with the source of each of its figures.
+
+    kind: "GPU", "CPU" or "BLAS" (an accelerator that works on host memory); capacity: bytes of its memory, 0 for unknown. sources:
+    where each figure comes from; reached: shares of peak figures that real programs see, by figure.
+    """
+
+    name: str
+    title: str
+    kind: str
+    capacity: int
+    speed: Speed
+    figures: Mapping[str, float]
+    sources: Mapping[str, str]
+    reached: Mapping[str, float]
+
+    def rows(self) -> list[tuple[str, str, str, str]]:
+        """A line per figure: name, value and unit, share that is reached, source."""
+        out = []
+        for key, value in self.figures.items():
+            unit = "bytes" if key == "capacity" else "ns" if key.endswith("_ns") else "GB/s" if key in ("link", "pageable", "memory") else "GFLOP/s"
+            share = self.reached.get(key, 1.0)
+            out.append((key, f"{value:,.4g} {unit}" if unit != "bytes" else f"{int(value):,} bytes", f"{share:.0%}", self.sources[key]))
+        return out
+
+
+def presets(path: Path = PRESETS_FILE) -> dict[str, Preset]:
+    """All presets of a file by name; by default those that come with the workbench. Raises FileFormatError."""
+    return dict(_presets(Path(path)))
+
+
+@functools.lru_cache(maxsize=8)
+def _presets(path: Path) -> Mapping[str, Preset]:
+    import tomllib
+
+    try:
+        data = tomllib.loads(path.read_text("utf-8"))
+        return {name: _preset(name, table) for name, table in data.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
+        raise FileFormatError(f"{shown(path)} holds no presets: {type(e).__name__}: {e}", "tables like those of presets.toml") from None
+
+
+def _preset(name: str, table: dict[str, Any]) -> Preset:
+    figures = {k: float(v[0]) for k, v in table.items() if k in RATES | NUMBERS}
+    sources = {k: str(table[k][1]) for k in figures}
+    reached = {k: float(v) for k, v in table.get("reached", {}).items()}
+    unknown = table.keys() - figures.keys() - {"title", "kind", "reached", "reached_source"}
+    if unknown or not reached.keys() <= figures.keys():
+        raise ValueError(f"preset {name} has unknown figures {', '.join(sorted(unknown | reached.keys() - figures.keys()))}")
+    real = {k: v * reached.get(k, 1.0) for k, v in figures.items()}
+    types = {t: real["f16"] for t in ("f16", "bf16") if "f16" in real}
+    if "quantised" in real:
+        types |= {t: real["quantised"] for t in _quantised()}
+    numbers = {k: int(real[k]) for k in NUMBERS & real.keys() - {"capacity"}}
+    rates = {k: real[k] for k in ("memory", "link", "pageable", "vector") if k in real}
+    speed = Speed(flops=real["f32"], flops_of=types, **rates, **numbers)  # type: ignore[arg-type]
+    return Preset(name, str(table["title"]), str(table["kind"]), int(real.get("capacity", 0)), speed, figures, sources, reached)
+
+
+def _quantised() -> list[str]:
+    from workbench.tensors.dtype import DTYPES
+
+    return [t.name for t in DTYPES.values() if t.block > 1]
+
+
+def preset(name: str) -> Preset:
+    """A preset by its name, or by the path of a file that calibration wrote. Raises ParameterError for an unknown one."""
+    if name.endswith(".toml"):
+        found = presets(Path(name))
+        if len(found) != 1:
+            raise FileFormatError(f"{shown(name)} holds {len(found)} presets", "one", "a file that `doctor --calibrate` wrote")
+        return next(iter(found.values()))
+    known = presets()
+    if name not in known:
+        raise ParameterError(f"device {shown(name)!r}", f"one of {', '.join(known)}, or a .toml file",
+                             "`python -m workbench schedule --devices` shows them; `doctor --calibrate` measures this machine")  # fmt: skip
+    return known[name]
