@@ -35,8 +35,8 @@ def splitting(trace: Trace, graph: CGraph, by_hand: Mapping[Tensor, int], passes
     trace.graph = to_dict(graph)
     tensors = all_tensors(graph)
     ids = {t: i for i, t in enumerate(tensors)}
-    for i, (b, kind) in enumerate(zip(backends, types, strict=True)):
-        trace.add("backend", backend=i, device=b.name, memory=kind.name, host=kind.is_host)
+    for i, (device, memory) in enumerate(zip(backends, types, strict=True)):
+        trace.add("backend", backend=i, device=device.name, memory=memory.name, host=memory.is_host)
     trace.add("stage", stage="usr")
     for tensor, b in by_hand.items():
         if tensor in ids:
