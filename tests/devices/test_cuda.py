@@ -117,6 +117,19 @@ def test_logits_of_a_model_on_cuda_and_cpu(fake, options, exact):
         np.testing.assert_array_equal(a, b) if exact else np.testing.assert_allclose(a, b, atol=1e-4)
 
 
+@pytest.mark.parametrize("kind", ["q4_K", "q5_K", "q6_K", "mxfp4"])
+def test_the_types_of_large_models_are_decoded_on_the_card(fake, kind, monkeypatch):
+    def make(c, n, t):
+        w = c.new_tensor(kind, 256, 32, 4)
+        w.storage.write(w.offset, np.random.default_rng(0).integers(0, 120, w.nbytes, np.uint8))
+        return ops.mul_mat_id(w, c.from_numpy(values(256, 1, t, seed=1)), c.from_numpy(np.arange(2 * t, dtype=np.int32).reshape(t, 2) % 4))
+
+    want = on(CpuBackend, make, 256, 3)
+    monkeypatch.setattr(fake, "asnumpy", None)  # nothing goes to the host
+    got = on(lambda: CudaBackend(grain=1), make, 256, 3)
+    assert got.tobytes() == want.tobytes() and np.isfinite(want).all()
+
+
 def test_types_that_only_gguf_decodes_go_through_the_host(fake):
     def make(c, n, t):
         w = c.new_tensor("q5_0", 64, 32).set(values(64, 32))

@@ -1,6 +1,6 @@
 """Kernels: the arithmetic of each op, beside its slow definition. Importing this room fills the columns of the op table."""
 
-from workbench.kernels import blocks, copies, elementwise, products, reference, reference_products, rows
+from workbench.kernels import blocks, copies, elementwise, products, reference, reference_products, rows, superblocks
 from workbench.kernels.kernel import Kernel, Scratch
 
-__all__ = ["Kernel", "Scratch", "blocks", "copies", "elementwise", "products", "reference", "reference_products", "rows"]
+__all__ = ["Kernel", "Scratch", "blocks", "copies", "elementwise", "products", "reference", "reference_products", "rows", "superblocks"]
