@@ -79,7 +79,7 @@ NUMBERS = {"launch_ns", "expert_ns", "link_ns", "sync_ns", "capacity"}
 class Preset:
     """A device with the source of each of its figures.
 
-    kind: "GPU", "CPU" or "BLAS" (an accelerator that works on host memory); capacity: bytes of its memory, 0 for unknown. sources:
+    kind: "GPU", "CPU", "BLAS" (an accelerator that works on host memory) or "cards", which only names others; capacity: bytes of its memory, 0 for unknown. sources:
     where each figure comes from; reached: shares of peak figures that real programs see, by figure.
     """
 
@@ -91,6 +91,7 @@ class Preset:
     figures: Mapping[str, float]
     sources: Mapping[str, str]
     reached: Mapping[str, float]
+    cards: tuple[str, ...] = ()
 
     def rows(self) -> list[tuple[str, str, str, str]]:
         """A line per figure: name, value and unit, share that is reached, source."""
@@ -122,7 +123,9 @@ def _preset(name: str, table: dict[str, Any]) -> Preset:
     figures = {k: float(v[0]) for k, v in table.items() if k in RATES | NUMBERS}
     sources = {k: str(table[k][1]) for k in figures}
     reached = {k: float(v) for k, v in table.get("reached", {}).items()}
-    unknown = table.keys() - figures.keys() - {"title", "kind", "reached", "reached_source"}
+    if table["kind"] == "cards":
+        return Preset(name, str(table["title"]), "cards", 0, GPU, {}, {}, {}, tuple(table["cards"]))
+    unknown = table.keys() - figures.keys() - {"title", "kind", "reached"}
     if unknown or not reached.keys() <= figures.keys():
         raise ValueError(f"preset {name} has unknown figures {', '.join(sorted(unknown | reached.keys() - figures.keys()))}")
     real = {k: v * reached.get(k, 1.0) for k, v in figures.items()}
@@ -153,3 +156,9 @@ def preset(name: str) -> Preset:
         raise ParameterError(f"device {shown(name)!r}", f"one of {', '.join(known)}, or a .toml file",
                              "`python -m workbench schedule --devices` shows them; `doctor --calibrate` measures this machine")  # fmt: skip
     return known[name]
+
+
+def devices_of(name: str) -> list[Preset]:
+    """The devices behind the name of a preset: itself, or those of a machine with several."""
+    found = preset(name)
+    return [preset(card) for card in found.cards] or [found]

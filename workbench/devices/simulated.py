@@ -49,6 +49,7 @@ class Machine:
     def __init__(self, trace: Trace | None = None, eager: bool = False) -> None:
         self.now, self.eager = 0, eager
         self.trace = trace
+        self.pinned: dict[int, int] = {}  # host memory that devices read without help: address -> bytes
         self._pending: list[tuple[int, int, object, Callable[[], Any]]] = []
         self._order = itertools.count()
 
@@ -78,6 +79,11 @@ class Machine:
     def spend(self, ns: int) -> None:
         """Let the host be busy for so long."""
         self.reach(self.now + ns)
+
+    def is_pinned(self, data: np.ndarray) -> bool:
+        """Whether an array lies in pinned memory, as a driver finds out: by its address."""
+        start = data.ctypes.data
+        return any(a <= start < a + n for a, n in self.pinned.items())
 
 
 class DeviceBuffer:
@@ -112,7 +118,7 @@ class DeviceBuffer:
         """Copy from the host, at once."""
         raw = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
         self._check(offset, raw.size)
-        self.buffer_type.transfer(raw.size)
+        self.buffer_type.transfer(raw.size, raw)
         self.device_bytes()[offset : offset + raw.size] = raw
         self.version += 1
 
@@ -166,13 +172,14 @@ class SimulatedMemory(BufferType):
         """The host's virtual time."""
         return self.machine.now
 
-    def transfer(self, nbytes: int) -> None:
-        """Let the host wait for a blocking copy to or from this memory."""
+    def transfer(self, nbytes: int, data: np.ndarray | None = None) -> None:
+        """Let the host wait for a blocking copy to or from this memory; `data`: the host's bytes (None: they are pinned)."""
         if self.fail_copy:
             self.fail_copy -= 1
             if not self.fail_copy:
                 raise StorageError(f"a copy of {nbytes:,} bytes to or from {shown(self.name)} was made to fail", "success")
-        self.machine.spend(self.speed.transfer_ns(nbytes))
+        pinned = data is None or self.speed.pageable is None or self.machine.is_pinned(data)
+        self.machine.spend(self.speed.transfer_ns(nbytes, pinned))
 
     def alloc_size(self, tensor: Tensor) -> int:
         """Bytes that a tensor takes here."""
@@ -206,7 +213,10 @@ class _PinnedBuffer(HostBuffer):
 
     def __init__(self, buffer_type: SimulatedMemory, size: int, usage: Usage) -> None:
         super().__init__(buffer_type, size, usage)
-        self.host_bytes().fill(FRESH)
+        memory = self.host_bytes()
+        memory.fill(FRESH)
+        self._pinned, self._address = buffer_type.machine.pinned, memory.ctypes.data
+        self._pinned[self._address] = size
         self._released = buffer_type.released
 
     def close(self) -> None:
@@ -214,6 +224,7 @@ class _PinnedBuffer(HostBuffer):
         if not self.closed:
             size = self.size
             super().close()
+            self._pinned.pop(self._address, None)
             self._released(size)
 
 
@@ -343,14 +354,19 @@ class SimulatedDevice(Backend):
             self.fail_compute -= 1
             if not self.fail_compute:
                 raise AllocationError(f"a computation on {shown(self.name)} was made to fail", "success")
+        calls = self._bound(graph)
+        self._log_launch(graph.nodes)
+        self.machine.reach(self.machine.now)
+        for node, call, ns in calls:
+            self._ask(ns, node.name, call)
+
+    def _bound(self, graph: NodeList) -> list[tuple[Tensor, Callable[[], Any], int]]:
+        """Each node that needs work, the call that does it, and how long it takes."""
         plan = self._plans.get(graph)
         if plan is None or not plan.fits():
             plan = self._plans[graph] = self.plan(graph)
             self._calls[graph] = [(node, call, self.speed.compute_ns(node)) for node, call in plan.calls()]
-        self._log_launch(graph.nodes)
-        self.machine.reach(self.machine.now)
-        for node, call, ns in self._calls[graph]:
-            self._ask(ns, node.name, call)
+        return self._calls[graph]
 
     def set_async(self, tensor: Tensor, data: np.ndarray, offset: int = 0) -> None:
         """Ask for host bytes to be written; they are read when the transfer happens, not now."""
@@ -360,7 +376,10 @@ class SimulatedDevice(Backend):
         self.note("set_async", device=self.name, name=tensor.name, offset=offset, bytes=data.nbytes)
         start = tensor.offset + offset
         target = tensor.require_data().device_bytes()[start : start + data.nbytes]
-        self._ask(self.speed.transfer_ns(data.nbytes), tensor.name, lambda: np.copyto(target, data), data.nbytes)
+        pinned = self.speed.pageable is None or self.machine.is_pinned(data)
+        self._ask(self.speed.transfer_ns(data.nbytes, pinned), tensor.name, lambda: np.copyto(target, data), data.nbytes)
+        if not pinned:  # the driver copies through its own pinned buffer, and the host with it
+            self.machine.reach(self.free_at)
         return None
 
     def get_async(self, tensor: Tensor) -> np.ndarray:
@@ -384,7 +403,7 @@ class SimulatedDevice(Backend):
             assert isinstance(source, SimulatedDevice)
             self._count_copy(copy)
             source.free_at = max(source.free_at, self._open_at)
-            source._ask(self.speed.transfer_ns(tensor.nbytes), copy.name, lambda: _move(tensor, copy), tensor.nbytes)
+            source._ask(max(d.speed.transfer_ns(tensor.nbytes) for d in (self, source)), copy.name, lambda: _move(tensor, copy), tensor.nbytes)
             self.free_at = max(self.free_at, source.free_at)
         return done
 
@@ -417,8 +436,9 @@ class SimulatedDevice(Backend):
     def synchronize(self) -> None:
         """Let the host wait until the device is done."""
         if self.waits:
-            self.note("sync", max(self.free_at, self.machine.now), device=self.name)
-            self.machine.reach(self.free_at)
+            done = max(self.free_at, self.machine.now) + self.speed.sync_ns
+            self.note("sync", done, device=self.name)
+            self.machine.reach(done)
 
 
 def batch_size(node: Tensor) -> int:
@@ -435,13 +455,20 @@ def _move(tensor: Tensor, copy: Tensor) -> None:
     target.device_bytes()[copy.offset : copy.offset + tensor.nbytes] = source.device_bytes()[tensor.offset : tensor.offset + tensor.nbytes]
 
 
-def simulated_machine(gpus: int = 1, memory: int | None = None, *, host_memory: int | None = None, offload_min_batch: int | None = 32,
+def simulated_machine(gpus: int | str = 1, memory: int | None = None, *, host_memory: int | None = None, offload_min_batch: int | None = 32,
                       trace: Trace | None = None, **abilities: Any) -> list[SimulatedDevice]:  # fmt: skip
     """A machine with GPUs of `memory` bytes each (None: no limit) and a CPU: the backends for a `Scheduler`, the CPU last.
 
     offload_min_batch: batch from which a GPU takes ops whose weights lie on the host. abilities: further keywords of
     SimulatedDevice for the GPUs (deny_ops, async_copy, speed, …). `backends[0].machine` is the clock.
+
+    With names in place of a number, as "rtx3090-pcie4" or "laptop,cpu", devices and host are those of presets: see
+    `machines.preset_machine`.
     """
+    if isinstance(gpus, str):
+        from workbench.devices.machines import preset_machine
+
+        return preset_machine(gpus, memory, host_memory=host_memory, offload_min_batch=offload_min_batch, trace=trace, **abilities)
     machine = Machine(trace)
     names = ["GPU"] if gpus == 1 else [f"GPU{i}" for i in range(gpus)]
     kinds = [SimulatedMemory(machine, name, capacity=memory) for name in names]
