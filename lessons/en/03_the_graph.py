@@ -33,7 +33,7 @@ state = lesson.state
 # %% [markdown]
 # ## 1 · Find the fault · 4 min
 #
-# A much-read article on ggml prints this network of two layers, 8 numbers in, 8 numbers out:
+# An article on ggml prints this network of two layers, 8 numbers in, 8 numbers out (silu bends the numbers in between):
 #
 # ```c
 # x  = ggml_new_tensor_2d(ctx, GGML_TYPE_F32,  8,  1);  // input
@@ -103,7 +103,8 @@ lesson.reveal("count", len(network.nodes))
 # `build_forward_expand(out)` walks from the result backwards. To *enter* a tensor means: was it met before? Then there is nothing to
 # do. Else enter its sources, one after another; when all are done, **record** the tensor itself: without an op as a leaf, else as a node.
 #
-# So everything is recorded after all its sources. That is the whole secret of the order.
+# So everything is recorded after all its sources. That is the whole secret of the order. Below, `state.mlp()` is the network of section 2 once
+# more, its results named.
 
 # %% tags=["predict"]
 lesson.predict("first-leaf")
@@ -118,7 +119,7 @@ lesson.reveal("first-leaf", wb.build(state.mlp().out).leafs[0].name)
 
 # %% [markdown]
 # The article lists the leafs as x, w1, b1, w2, b2. Is that wrong, or do *we* differ from ggml? Real ggml was asked to print the same
-# network, and its answer stored.
+# network, and its answer stored. (`wb.build(out)` makes a new graph and expands `out` into it.)
 
 # %%
 graph = wb.build(state.mlp().out)
@@ -172,8 +173,8 @@ views.table(["expanded", "nodes, in the order of the graph"], rows,
 lesson.reveal("order", " ".join(t.name for t in orders["y"]))
 
 # %% [markdown]
-# Real models use this. A decode step must also write the new key and value into the cache, which nothing in this step needs as a
-# *source*. Suppose we expand nothing but the logits of our Mixtral, 318 nodes in full:
+# Real models use this. Attention looks back at a key and a value of every token, kept in a cache; so a decode step also writes those of the
+# new token there, with the op SET_ROWS. The whole graph of our Mixtral has 318 nodes. Suppose we expand nothing but its logits:
 
 # %% tags=["predict"]
 lesson.predict("lost")
@@ -294,7 +295,7 @@ def deep(n):
     return {"layers": n, "nodes": len(graph.nodes), "leafs": len(graph.leafs),
             "fits 2,048": len(graph.nodes) <= cgraph.graph.DEFAULT_SIZE}
 
-widgets.Range(value=80, min=1, max=80, label="dense layers").compare(
+widgets.Range(value=60, min=1, max=60, label="dense layers").compare(
     deep, "Really built, from shapes alone. 56 layers fit, 57 do not.", first=32)
 
 # %% [markdown]

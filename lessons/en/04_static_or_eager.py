@@ -34,7 +34,8 @@ ACTIVATION = 64 * 256 * 4          # bytes of one result: 64 tokens, 256 f32 num
 # %% [markdown]
 # ## 1 · The same network, twice · 6 min
 #
-# A stack of residual blocks, once call by call, once as a graph. Both functions are short, and almost the same:
+# A stack of blocks, each of which adds its result to its own input: once call by call, once as a graph. Both functions are short, and almost
+# the same:
 
 # %%
 print(inspect.getsource(eager))

@@ -26,9 +26,8 @@ from workbench.models.session import fill_inputs
 from workbench.tensors import Context, Flag, Tensor, ops
 from workbench.tensors.context import TENSOR_OVERHEAD
 
-_HEADS: dict[str, Any] = {k: 128 for k in ("n_embd_head_k", "n_embd_head_v") if k in models.HParams.__dataclass_fields__}
 LLAMA_3_8B = models.HParams("llama", n_vocab=128256, n_ctx_train=8192, n_embd=4096, n_layer=32, n_head=32, n_head_kv=8, n_rot=128,
-                            n_ff=14336, rms_eps=1e-5, rope_freq_base=500000.0, **_HEADS)  # fmt: skip
+                            n_ff=14336, rms_eps=1e-5, rope_freq_base=500000.0, n_embd_head_k=128, n_embd_head_v=128)  # fmt: skip
 """The published numbers of Llama 3 8B, a dense model."""
 
 
