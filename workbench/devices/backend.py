@@ -183,6 +183,7 @@ class Backend:
     xp: ModuleType = np
     n_threads = 1
     activation_rounding = "none"
+    optimizes = False  # whether `optimize` has wishes
     lock: AbstractContextManager[Any] = nullcontext()  # held while a graph is computed
     trace: Trace | None = None
 

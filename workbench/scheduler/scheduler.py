@@ -250,8 +250,10 @@ class Scheduler:
         else:
             steps = passes(a, graph, self.quirks), splitter.split(a, graph, self.slot)
             self._recorded = record.splitting(self.trace, graph, self._user, *steps, self.backends, self.buffer_types)
-        with splitter.rewritten():
-            kept = self._optimize()
+        kept: dict[Tensor, list[Tensor]] = {}
+        if any(b.optimizes for b in self.backends):
+            with splitter.rewritten():
+                kept = self._optimize()
         self._graph, self._copy = graph, splitter.graph_copy(a, graph, kept)
         graph.uid = next_uid()
         self._runtime.prepare(a, splitter)

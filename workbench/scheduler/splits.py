@@ -79,6 +79,7 @@ class Splitter:
         self.backends, self.n_copies, self.quirks = backends, n_copies, quirks
         self._capacity: list[int] = []
         self._first = 0
+        self._watching = False  # whether some node writes into another tensor
         self._begin(0)
 
     def _begin(self, slot: int) -> None:
@@ -117,6 +118,7 @@ class Splitter:
         index = {node: i for i, node in enumerate(graph.nodes)}
         nodes = computed(graph.nodes)
         of, several = a.of, self.n_copies > 1
+        self._watching = not self.quirks and any(n.view_src is not None for n in nodes)
         if nodes:
             self._first = of[nodes[0]]
         current = self._open(self._first, 0)
@@ -170,7 +172,8 @@ class Splitter:
         copies = self.copies.get((source, b))
         if copies is None:
             copies = self.copies[source, b] = [self._duplicate(source, b, c) for c in range(self.n_copies)]
-            self._copied.setdefault(source.root(), []).append((source, b))
+            if self._watching:
+                self._copied.setdefault(source.root(), []).append((source, b))
             yield self._made(a, source, b, copies)
             split.inputs.append(source)
             split.copies.append(copies)
