@@ -17,6 +17,8 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "lab": ("workbench.cli.lab", "main", "open the lessons in JupyterLab (the first time: set up .venv)"),
     "doctor": ("workbench.cli.doctor", "any", "what this machine has, and what to do about what it lacks"),
     "generate": ("workbench.cli.generate", "main", "continue a text with one of the small models"),
+    "schedule": ("workbench.cli.schedule", "main", "what ggml's scheduler would do with a model on given devices"),
+    "fit": ("workbench.cli.fit", "main", "whether a model fits on a card, and how fast it could be at most"),
     "info": ("workbench.cli.info", "main", "what is inside a GGUF file"),
     "setup": ("tools.setup", "", "only set up .venv: [main|test|dev] [--without-cuda]"),
     "test": ("tools.test", "test", "run the tests and every notebook"),

@@ -43,18 +43,23 @@ class Speed:
     pageable: float | None = None
     sync_ns: int = 0
 
-    def compute_ns(self, node: Tensor) -> int:
-        """Time of one node: bound by arithmetic or by memory, whichever takes longer (a roofline)."""
+    def parts(self, node: Tensor) -> dict[str, int]:
+        """What one node would take for starting it, for its arithmetic and for its memory alone."""
         spec = node.spec
         if spec is None:
-            return 0
+            return {"starting kernels": 0, "arithmetic": 0, "memory": 0}
         rate, start = self.vector or self.flops, self.launch_ns
         weights = node.src[0] if node.op in ("MUL_MAT", "MUL_MAT_ID", "OUT_PROD") else None
         if weights is not None:
             rate = self.flops_of.get(weights.dtype.name, self.flops)
             ids = node.src[2] if node.op == "MUL_MAT_ID" else None
             start += self.expert_ns * min(weights.ne[2], ids.n_elements) if ids is not None else 0
-        return start + int(max(spec.flops(node) / rate, spec.moved(node) / self.memory))
+        return {"starting kernels": start, "arithmetic": int(spec.flops(node) / rate), "memory": int(spec.moved(node) / self.memory)}
+
+    def compute_ns(self, node: Tensor) -> int:
+        """Time of one node: its start, and arithmetic or memory, whichever takes longer (a roofline)."""
+        start, arithmetic, memory = self.parts(node).values()
+        return start + max(arithmetic, memory)
 
     def transfer_ns(self, nbytes: int, pinned: bool = True) -> int:
         """Time of one transfer over the link."""

@@ -424,6 +424,11 @@ class SimulatedDevice(Backend):
         self.free_at = max(self.free_at, event.time)
         self._open_at = max(self._open_at, event.time)
 
+    @property
+    def optimizes(self) -> bool:  # type: ignore[override]
+        """Whether it has an optimizer."""
+        return self.optimizer is not None
+
     def optimize(self, nodes: list[Tensor], keep: Callable[[Tensor, Tensor], None]) -> list[Tensor]:
         """The order of a split's nodes, by the device's optimizer."""
         return self.optimizer(nodes, keep) if self.optimizer else nodes

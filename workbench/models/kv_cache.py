@@ -22,25 +22,26 @@ FREE = -1
 
 
 class KVCache:
-    """Keys and values of up to n_ctx tokens, f32, and the account of their cells (`llama_kv_cache`, `llama_kv_cells`).
+    """Keys and values of up to n_ctx tokens, and the account of their cells (`llama_kv_cache`, `llama_kv_cells`).
 
     K lies token by token, [n_embd_kv, n_ctx]; V lies transposed, a row per channel, as llama.cpp keeps it without flash
     attention (its tensor is described as [n_embd_kv, n_ctx] all the same). buffer_type: one for all layers, or one for each.
     Without one there is no memory: enough to build graphs. Compressed attention (deepseek2) keeps one row for all heads, whose
-    first part is V: there is no V of its own.
+    first part is V: there is no V of its own. kind: f32, or f16 as llama.cpp has it by default (`-ctk`, `-ctv`).
     """
 
-    def __init__(self, hp: HParams, n_ctx: int, buffer_type: BufferType | Sequence[BufferType] | None = None) -> None:
+    def __init__(self, hp: HParams, n_ctx: int, buffer_type: BufferType | Sequence[BufferType] | None = None,
+                 kind: str = "f32") -> None:  # fmt: skip
         self.hp, self.n_ctx = hp, padded(n_ctx, PAD_KV)
         self.context = Context(2 * hp.n_layer * TENSOR_OVERHEAD, no_alloc=True, name="kv cache")
-        self.k = [self.context.new_tensor("f32", hp.n_embd_kv, self.n_ctx, name=f"cache_k_l{i}") for i in range(hp.n_layer)]
-        self.v = [self.context.new_tensor("f32", hp.n_embd_v, self.n_ctx, name=f"cache_v_l{i}") for i in range(hp.n_layer) if hp.n_embd_v]
+        self.k = [self.context.new_tensor(kind, hp.n_embd_kv, self.n_ctx, name=f"cache_k_l{i}") for i in range(hp.n_layer)]
+        self.v = [self.context.new_tensor(kind, hp.n_embd_v, self.n_ctx, name=f"cache_v_l{i}") for i in range(hp.n_layer) if hp.n_embd_v]
         self.buffers: list[Buffer] = []
         self.nbytes = sum(t.nbytes for t in (*self.k, *self.v))
         if buffer_type is not None:
-            kinds = [buffer_type] * hp.n_layer if isinstance(buffer_type, BufferType) else list(buffer_type)
-            for kind in dict.fromkeys(kinds):
-                self._place(kind, [t for i, own in enumerate(kinds) if own is kind for t in (*self.k[i : i + 1], *self.v[i : i + 1])])
+            types = [buffer_type] * hp.n_layer if isinstance(buffer_type, BufferType) else list(buffer_type)
+            for memory in dict.fromkeys(types):
+                self._place(memory, [t for i, own in enumerate(types) if own is memory for t in (*self.k[i : i + 1], *self.v[i : i + 1])])
         self.seq = np.full(self.n_ctx, FREE, np.int32)
         self.pos = np.zeros(self.n_ctx, np.int32)
 
@@ -116,9 +117,10 @@ class KVCache:
     def read_k(self, layer: int, n_kv: int) -> Tensor:
         """The first n_kv cells of K as [head, heads, n_kv] (`get_k`). Nothing ties it to the writing node but their order."""
         k, head = self.k[layer], self.hp.n_embd_head_k
-        return ops.view(k, head, self.hp.n_head_kv, n_kv, 1, nb=(4 * head, k.nb[1], k.nb[1] * self.n_ctx))
+        return ops.view(k, head, self.hp.n_head_kv, n_kv, 1, nb=(k.nb[0] * head, k.nb[1], k.nb[1] * self.n_ctx))
 
     def read_v(self, layer: int, n_kv: int) -> Tensor:
         """The first n_kv cells of the transposed V as [n_kv, heads, head] (`get_v`)."""
-        v, head, row = self.v[layer], self.hp.n_embd_head_v, 4 * self.n_ctx
+        v, head = self.v[layer], self.hp.n_embd_head_v
+        row = v.nb[0] * self.n_ctx
         return ops.view(v, n_kv, self.hp.n_head_kv, head, 1, nb=(row * head, row, row * self.hp.n_embd_v))
