@@ -10,6 +10,13 @@ from benchmarks.harness import Table, take_turns
 TOKENS = (1, 32, 512)
 AIM = {1: 0.65, 32: 0.9, 512: 1.5}
 """Speed against ggml on one thread that the block aims at."""
+WHY = {
+    False: "One token is one reading of two experts: BLAS's matrix-vector product reads slower than ggml's dot products, and each of "
+           "the graph's nodes\n  is a call from Python. Many tokens are matrix products, where BLAS is ahead.",
+    True: "One token: ggml multiplies f16 as it is stored; NumPy has no such product, so the workbench reads the decoded f32 of its "
+          "cache, twice the bytes.\n  Without the cache it would have to decode them each time, as the NumPy loop does.",
+}  # fmt: skip
+"""Where the block loses against ggml, by whether weights are f16."""
 
 
 def tables():
@@ -37,6 +44,7 @@ def _table(half: bool, n_threads: int) -> Table:
         aim = f"{AIM[n_tokens]:.2f}" if n_threads == 1 else ""
         table.add(n_tokens, *(cells.get(n, "not installed") for n in ("ggml", "workbench")), aim,
                   *(cells.get(n, "not installed") for n in ("NumPy loop", "PyTorch")))  # fmt: skip
+    table.notes.append(WHY[half])
     return table
 
 

@@ -15,11 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from tests.parity.report import BadInput, Report
-from workbench.errors import WorkbenchError
+from tests.parity.report import BadInput, Report, judge_files
 from workbench.models.hparams import HParams
 from workbench.models.kv_cache import KVCache
-from workbench.models.model import Model, load
+from workbench.models.model import Model
 from workbench.models.session import fill_inputs
 from workbench.models.transformer import StepGraph, build_step
 from workbench.tensors import HostStorage, Tensor
@@ -29,16 +28,7 @@ FORMAT = "llama-graph-golden/1"
 
 def main(args: list[str]) -> int:
     """Compare and print; 0: all passed, 1: some failed, 2: bad input."""
-    report = Report("graph")
-    if len(args) < 2:
-        return report.bad("MODEL.gguf GRAPH.json… are needed")
-    try:
-        with load(args[0]) as model:
-            for path in map(Path, args[1:]):
-                run_case(report, model, path)
-    except (BadInput, WorkbenchError) as e:
-        return report.bad(e)
-    return report.close()
+    return judge_files("graph", args, "MODEL.gguf GRAPH.json…", run_case)
 
 
 def run_case(report: Report, model: Model, path: Path) -> None:

@@ -17,9 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from tests.parity.report import BadInput, Report
-from workbench.errors import WorkbenchError
-from workbench.models import Model, Session, load
+from tests.parity.report import BadInput, Report, judge_files
+from workbench.models import Model, Session
 
 MAX_DIFFERENCE, SMALL_LEAD = 1e-4, 2e-4
 MEAN_BEFORE_FLIP, MOST_BEFORE_FLIP, FLIPS_PER_SETS = 0.010, 0.5, 3 / 1530
@@ -28,16 +27,7 @@ FIELDS = {"tokens": 1, "logits": 2, "experts": 3, "greedy": 1, "greedy_margin": 
 
 def main(args: list[str]) -> int:
     """Compare and print; 0: all passed, 1: some failed, 2: bad input."""
-    report = Report("logits")
-    if len(args) < 2:
-        return report.bad("MODEL.gguf ORACLE.npz… are needed")
-    try:
-        with load(args[0]) as model:
-            for path in map(Path, args[1:]):
-                run_file(report, model, path)
-    except (BadInput, WorkbenchError) as e:
-        return report.bad(e)
-    return report.close()
+    return judge_files("logits", args, "MODEL.gguf ORACLE.npz…", run_file)
 
 
 def run_file(report: Report, model: Model, path: Path) -> None:

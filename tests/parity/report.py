@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from workbench.errors import WorkbenchError
+from workbench.models import Model, load
 
 MOST_LINES = 12
 
@@ -44,3 +49,17 @@ class Report:
         """Print the count; the exit status."""
         print(f"{self.passed} passed, {self.failed} failed" + (f", {self.skipped} skipped" if self.skipped else ""))
         return 1 if self.failed or not self.passed + self.skipped else 0
+
+
+def judge_files(name: str, args: list[str], needed: str, judge: Callable[[Report, Model, Path], None], most: int | None = None) -> int:
+    """Judge recordings (`args[1:]`, at most `most`) of the model `args[0]` one by one; the exit status."""
+    report = Report(name)
+    if len(args) < 2 or most is not None and len(args) > most + 1:
+        return report.bad(f"{needed} are needed")
+    try:
+        with load(args[0]) as model:
+            for path in map(Path, args[1:]):
+                judge(report, model, path)
+    except (BadInput, WorkbenchError) as e:
+        return report.bad(e)
+    return report.close()

@@ -10,9 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.parity.report import BadInput, Report
-from workbench.errors import WorkbenchError
-from workbench.models import Model, Session, load
+from tests.parity.report import BadInput, Report, judge_files
+from workbench.models import Model, Session
 from workbench.moe import RouteTrace
 
 EQUAL, PROBABILITY = 0.999, 0.002
@@ -20,15 +19,7 @@ EQUAL, PROBABILITY = 0.999, 0.002
 
 def main(args: list[str]) -> int:
     """Compare and print; 0: all passed, 1: some failed, 2: bad input."""
-    report = Report("routes")
-    if len(args) != 2:
-        return report.bad("MODEL-f16.gguf TRACE.npz are needed")
-    try:
-        with load(args[0]) as model:
-            run(report, model, Path(args[1]))
-    except (BadInput, WorkbenchError) as e:
-        return report.bad(e)
-    return report.close()
+    return judge_files("routes", args, "MODEL-f16.gguf TRACE.npz", run, most=1)
 
 
 def run(report: Report, model: Model, path: Path) -> None:
