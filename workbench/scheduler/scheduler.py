@@ -7,7 +7,6 @@ with the copies and waits between them.
 from __future__ import annotations
 
 import gc
-import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -356,11 +355,11 @@ class Scheduler:
         """Whether a position of the graph copy has another backend *and* other memory than before; where there was no such
         position, backend 0 counts."""
         types = [*self.buffer_types, None]  # None: of a tensor without backend
-        return any(
-            i != j and types[i] is not types[j]
-            for now, before in zip(self._ids, self._previous_ids, strict=True)
-            for i, j in zip(now, itertools.chain(before, itertools.repeat(0)), strict=False)
-        )
+        for now, before in zip(self._ids, self._previous_ids, strict=True):
+            before = before[: len(now)] + [0] * (len(now) - len(before))
+            if now != before and any(types[i] is not types[j] for i, j in zip(now, before, strict=True)):
+                return True
+        return False
 
     # ---- running
 

@@ -193,7 +193,7 @@ class Splitter:
     @staticmethod
     def _made(a: Assignment, source: Tensor, backend: int, copies: list[Tensor]) -> Step:
         for copy in copies:
-            a.decide("pass5", copy, backend, "4.cpy")
+            a.of[copy], a.causes[copy] = backend, "4.cpy"
         return "copy", source, backend, copies
 
     def _duplicate(self, source: Tensor, backend: int, slot: int) -> Tensor:

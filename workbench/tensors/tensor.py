@@ -120,13 +120,11 @@ class Tensor:
     @property
     def nbytes(self) -> int:
         """Bytes from the first element to behind the last one, gaps included (`ggml_nbytes`)."""
-        if 0 in self.ne:
+        (n0, n1, n2, n3), (b0, b1, b2, b3), dt = self.ne, self.nb, self.dtype
+        if not (n0 and n1 and n2 and n3):
             return 0
-        if self.dtype.quantised:
-            first = self.dtype.row_bytes(self.ne[0])
-        else:
-            first = (self.ne[0] - 1) * self.nb[0] + self.dtype.block_bytes
-        return first + sum((n - 1) * b for n, b in zip(self.ne[1:], self.nb[1:], strict=True))
+        first = dt.row_bytes(n0) if dt.quantised else (n0 - 1) * b0 + dt.block_bytes
+        return first + (n1 - 1) * b1 + (n2 - 1) * b2 + (n3 - 1) * b3
 
     @property
     def is_view(self) -> bool:
