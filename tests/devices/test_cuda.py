@@ -3,6 +3,7 @@
 With grain=1 the pieces of work are the CPU's, and results are the same bits; larger pieces and grouped products agree but for rounding.
 """
 
+import ast
 import inspect
 import random
 import re
@@ -88,7 +89,9 @@ def test_goldens_of_all_ops(fake, data):
 def test_random_graphs_on_cuda_and_cpu_have_the_bits_of_the_cpu(fake, seed):
     r = random.Random(seed)
     backends = [CudaBackend(0, grain=1, offload_min_batch=r.choice([1, 4])), CudaBackend(1, grain=1), CpuBackend()]
-    scheduler = Scheduler(backends[r.choice([0, 1]) :], parallel=seed % 2 == 0)
+    backends = backends[r.choice([0, 1]) :]
+    types = [b.buffer_type for b in backends[:-1]] + [r.choice([HOST_MEMORY, backends[0].host_buffer_type])]  # as llama.cpp: pinned
+    scheduler = Scheduler(backends, types, parallel=seed % 2 == 0)
     graph = random_runs.graph_of(seed)
     weights = random_runs.weights_of(r, graph)
     assigned = random_runs.place(r, scheduler, graph, weights, seed)
@@ -379,6 +382,32 @@ def test_settings_are_checked(fake):
 
 
 # ---- the stand-in offers nothing that CuPy lacks
+
+
+def test_every_name_in_the_backend_is_in_cupy():
+    cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
+    found, missing = set(), set()
+    for node in ast.walk(ast.parse(inspect.getsource(module))):
+        chain, at = [], node
+        while isinstance(at, ast.Attribute):
+            chain.insert(0, at.attr)
+            at = at.value
+        if isinstance(at, ast.Name) and chain:
+            chain.insert(0, at.id)
+        root = next((i for i, n in enumerate(chain) if n in ("cupy", "cuda")), None)
+        if root is None or len(chain) == root + 1:
+            continue
+        names = chain[root + 1 :] if chain[root] == "cupy" else chain[root:]
+        owner, path = cupy, []
+        for name in names:
+            path.append(name)
+            owner = getattr(owner, name, None)
+            if owner is None:
+                missing.add(".".join(path))
+                break
+            found.add(".".join(path))
+    assert {"cuda.MemoryPool", "cuda.runtime.memcpyPeerAsync", "ElementwiseKernel", "cuda.memory.OutOfMemoryError"} <= found
+    assert not missing
 
 
 def test_what_the_stand_in_offers_is_in_cupy():

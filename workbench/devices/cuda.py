@@ -315,14 +315,14 @@ class CudaBackend(Backend):
     """A CUDA device (`ggml_backend_cuda_init`). Raises DependencyError where there is none: `why_not` says why.
 
     device: its number. limit: most bytes of its memory. activation_rounding: see `CpuBackend`. dequant_cache_bytes: room there for
-    decoded weights. grain: how many times larger than on the CPU pieces of work are; 1 makes the CPU's own cuts.
-    offload_min_batch: batch from which it offers to compute with weights that lie in host memory.
+    decoded weights (default: a quarter of the limit, at most 1 GiB). grain: how many times larger than on the CPU pieces of work
+    are; 1 makes the CPU's own cuts. offload_min_batch: batch from which it offers to compute with weights that lie in host memory.
     """
 
     device_type = DeviceType.GPU
 
     def __init__(self, device: int = 0, limit: int | None = None, activation_rounding: str = "none", *,
-                 dequant_cache_bytes: int = DEQUANT_CACHE_BYTES, grain: int = GRAIN,
+                 dequant_cache_bytes: int | None = None, grain: int = GRAIN,
                  offload_min_batch: int | None = None) -> None:  # fmt: skip
         if why := why_not(device):
             raise DependencyError(f"no CUDA device: {why}", "an NVIDIA card with its driver, and CuPy",
@@ -336,6 +336,8 @@ class CudaBackend(Backend):
         self.offload_min_batch = offload_min_batch
         self.buffer_type = self.memory = CudaMemory(self.cupy, device, limit)
         self.host_buffer_type = PinnedMemory(self.cupy)
+        if dequant_cache_bytes is None:
+            dequant_cache_bytes = DEQUANT_CACHE_BYTES if limit is None else min(DEQUANT_CACHE_BYTES, limit // 4)
         self.dequant_cache = DequantCache(dequant_cache_bytes, self._empty_or_none)
         cuda = self.cupy.cuda
         with cuda.Device(device):
