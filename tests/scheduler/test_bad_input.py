@@ -7,7 +7,16 @@ from tests.scheduler.graphs import chain_of_adds, context, filled, leaf, moe, va
 from workbench import CpuBackend, Flag, Scheduler, Usage, build, ops, simulated_machine
 from workbench.devices.backend import DeviceType
 from workbench.devices.simulated import SimulatedDevice
-from workbench.errors import AllocationError, ContextClosed, GraphError, GraphFull, ParameterError, StorageError, UnsupportedOp, WorkbenchError
+from workbench.errors import (
+    AllocationError,
+    ContextClosed,
+    GraphError,
+    GraphFull,
+    ParameterError,
+    StorageError,
+    UnsupportedOp,
+    WorkbenchError,
+)
 from workbench.kernels.kernel import IndexOutOfRange
 
 

@@ -132,8 +132,9 @@ def is_weight(tensor: Tensor) -> bool:
 
 
 def computed(nodes: Iterable[Tensor]) -> list[Tensor]:
-    """The nodes that compute something: passes 2, 3 and 5 look at no others (`ggml_is_view_op`)."""
-    return [n for n in nodes if n.spec is not None and not n.spec.is_view and n.op != "NONE"]
+    """The nodes that are no views: passes 2, 3 and 5 look at no others (`ggml_is_view_op`). A parameter, which is a node
+    without op, is among them, and may open a split."""
+    return [n for n in nodes if n.spec is None or not n.spec.is_view]
 
 
 # ---- pass 1: memory, inputs and weights decide
