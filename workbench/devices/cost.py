@@ -26,10 +26,12 @@ from workbench.tensors.tensor import Tensor
 class Speed:
     """A device by its rates: operations and bytes per nanosecond (GFLOP/s, GB/s).
 
-    launch_ns: what each kernel takes beside its work, expert_ns: and once more for each expert inside of MUL_MAT_ID. flops: of products;
+    launch_ns: what each kernel takes beside its work; starts: the same by op ("SOFT_MAX") or op and type of its first source ("MUL_MAT
+    f16"), where it differs; expert_ns: and once more for each expert inside of MUL_MAT_ID. flops: of products;
     flops_of: the same by the type of the weights, where it differs. vector: operations of everything else (None: as products). memory: bytes.
     link: bytes to and from the host, pageable: out of or into host memory that is not pinned (None: the same); link_ns: what each
     transfer costs beside its bytes. sync_ns: what it costs the host to wait for the device.
+    unpacked: products read weights as f32, decoded once and kept, as our CPU does.
     """
 
     launch_ns: int = 5_000
@@ -42,19 +44,26 @@ class Speed:
     expert_ns: int = 0
     pageable: float | None = None
     sync_ns: int = 0
+    starts: Mapping[str, int] = field(default_factory=dict, hash=False)
+    unpacked: bool = False
 
     def parts(self, node: Tensor) -> dict[str, int]:
         """What one node would take for starting it, for its arithmetic and for its memory alone."""
         spec = node.spec
         if spec is None:
             return {"starting kernels": 0, "arithmetic": 0, "memory": 0}
-        rate, start = self.vector or self.flops, self.launch_ns
+        rate, first = self.vector or self.flops, next(node.sources(), node)
+        start = self.starts.get(f"{node.desc} {first.dtype.name}", self.starts.get(node.desc, self.launch_ns)) if self.starts else self.launch_ns
+        moved = spec.moved(node)
         weights = node.src[0] if node.op in ("MUL_MAT", "MUL_MAT_ID", "OUT_PROD") else None
         if weights is not None:
             rate = self.flops_of.get(weights.dtype.name, self.flops)
             ids = node.src[2] if node.op == "MUL_MAT_ID" else None
-            start += self.expert_ns * min(weights.ne[2], ids.n_elements) if ids is not None else 0
-        return {"starting kernels": start, "arithmetic": int(spec.flops(node) / rate), "memory": int(spec.moved(node) / self.memory)}
+            experts = min(weights.ne[2], ids.n_elements) if ids is not None else 0
+            start += self.expert_ns * experts
+            if self.unpacked:
+                moved += (4 * weights.n_elements - weights.nbytes) * experts // weights.ne[2] if ids is not None else 4 * weights.n_elements - weights.nbytes
+        return {"starting kernels": start, "arithmetic": int(spec.flops(node) / rate), "memory": int(moved / self.memory)}
 
     def compute_ns(self, node: Tensor) -> int:
         """Time of one node: its start, and arithmetic or memory, whichever takes longer (a roofline)."""
@@ -130,7 +139,7 @@ def _preset(name: str, table: dict[str, Any]) -> Preset:
     reached = {k: float(v) for k, v in table.get("reached", {}).items()}
     if table["kind"] == "cards":
         return Preset(name, str(table["title"]), "cards", 0, GPU, {}, {}, {}, tuple(table["cards"]))
-    unknown = table.keys() - figures.keys() - {"title", "kind", "reached"}
+    unknown = table.keys() - figures.keys() - {"title", "kind", "reached", "starts", "unpacked"}
     if unknown or not reached.keys() <= figures.keys():
         raise ValueError(f"preset {name} has unknown figures {', '.join(sorted(unknown | reached.keys() - figures.keys()))}")
     real = {k: v * reached.get(k, 1.0) for k, v in figures.items()}
@@ -139,7 +148,8 @@ def _preset(name: str, table: dict[str, Any]) -> Preset:
         types |= {t: real["quantised"] for t in _quantised()}
     numbers = {k: int(real[k]) for k in NUMBERS & real.keys() - {"capacity"}}
     rates = {k: real[k] for k in ("memory", "link", "pageable", "vector") if k in real}
-    speed = Speed(flops=real["f32"], flops_of=types, **rates, **numbers)  # type: ignore[arg-type]
+    starts = {str(k): int(v) for k, v in table.get("starts", {}).items()}
+    speed = Speed(flops=real["f32"], flops_of=types, starts=starts, unpacked=bool(table.get("unpacked")), **rates, **numbers)  # type: ignore[arg-type]
     return Preset(name, str(table["title"]), str(table["kind"]), int(real.get("capacity", 0)), speed, figures, sources, reached)
 
 
