@@ -71,3 +71,32 @@ def test_an_empty_record():
     trace = RouteRecorder((0, 1), Router(8, 2)).trace()
     assert (trace.n_layers, trace.n_tokens, trace.k) == (2, 0, 2) and trace.counts().sum() == 0
     trace.require_weight_sum(Router(8, 2))
+
+
+@pytest.mark.parametrize("change", [{"experts": [[[-1, 0]]]}, {"experts": [[[0.5, 1]]]}, {"experts": [["a"]]}, {"positions": [0, 1]},
+                                    {"n_expert": [1, 2]}, {"unknown": [1]}])  # fmt: skip
+def test_files_that_lie_are_one_clear_error(tmp_path, change):
+    one = RouteTrace(np.zeros((1, 1, 2), np.uint8), np.ones((1, 1, 2)), np.array([0]), *np.zeros((3, 1), int), n_expert=4)
+    assert repr(one) == "<RouteTrace of 1 tokens in 1 layers, 2 of 4 experts each>"
+    file = tmp_path / "r.npz"
+    one.save(file)
+    with np.load(file) as data:
+        np.savez(file, **{**data, **{k: np.array(v) for k, v in change.items()}})
+    with pytest.raises(FileFormatError, match="is not a route trace"):
+        RouteTrace.load(file)
+
+
+def test_damaged_files_are_one_clear_error(tmp_path):
+    file = tmp_path / "r.npz"
+    RouteTrace(np.zeros((1, 99, 2), np.uint8), np.ones((1, 99, 2)), np.array([0]), *np.zeros((3, 99), int), n_expert=4).save(file)
+    whole = file.read_bytes()
+    rng = np.random.default_rng(0)
+    for i in range(60):
+        raw = bytearray(whole[: rng.integers(len(whole))] if i % 3 == 0 else whole)
+        for at in rng.integers(0, max(len(raw), 1), 3):
+            raw[at : at + 1] = rng.bytes(1)
+        file.write_bytes(raw)
+        try:
+            RouteTrace.load(file)
+        except FileFormatError:
+            pass

@@ -48,14 +48,6 @@ class Rows:
         """The rows at `index` (over the dimensions before the last), sharing memory."""
         return Rows(self.dtype, self.raw[index])
 
-    def decode_into(self, xp: ModuleType, index: Any, out: Any) -> None:
-        """The elements of the rows at `index` as f32 in `out`."""
-        decode(xp, self[index], out)
-
-    def encode_from(self, xp: ModuleType, index: Any, x: Any) -> None:
-        """f32 `x` stored in the rows at `index`."""
-        encode(xp, x, self[index])
-
 
 def operand(tensor: Tensor, memory: Any = None) -> Any:
     """What a kernel gets for a tensor in host memory (or in `memory`): an array of a plain type, else `Rows`."""

@@ -5,6 +5,8 @@ Predictors, caches and pictures work on this record, wherever it comes from: a r
 
 from __future__ import annotations
 
+import zipfile
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,12 +14,15 @@ from typing import Any
 
 import numpy as np
 
-from workbench.errors import FileFormatError, ShapeError
+from workbench.errors import FileFormatError, ShapeError, shown
 from workbench.moe.routers import Router, Routing
 from workbench.tensors import Flag
 
+_DAMAGED = (OSError, ValueError, TypeError, EOFError, LookupError, MemoryError, NotImplementedError, zipfile.BadZipFile, zlib.error)
+"""What NumPy raises for `.npz` files that are none, or not whole."""
 
-@dataclass(eq=False)
+
+@dataclass(eq=False, repr=False)
 class RouteTrace:
     """Routes of N tokens through L expert layers, k experts each.
 
@@ -40,8 +45,15 @@ class RouteTrace:
         n_layers, n = len(self.layers), len(self.tokens)
         if self.experts.ndim != 3 or self.experts.shape[:2] != (n_layers, n) or self.weights.shape != self.experts.shape:
             raise ShapeError(f"experts {self.experts.shape} and weights {self.weights.shape}", f"both ({n_layers} layers, {n} tokens, k)")
-        if self.experts.size and int(self.experts.max()) >= self.n_expert:
-            raise ShapeError(f"expert {int(self.experts.max())} in a record of {self.n_expert} experts", "ids below n_expert")
+        for name in ("positions", "sequences", "domains"):
+            if (values := getattr(self, name)) is not None and values.shape != (n,):
+                raise ShapeError(f"{name} {values.shape} of {n} tokens", f"({n},)")
+        if self.experts.dtype.kind not in "iu":
+            raise ShapeError(f"expert ids of type {self.experts.dtype}", "whole numbers")
+        lowest, highest = (int(self.experts.min()), int(self.experts.max())) if self.experts.size else (0, 0)
+        if self.experts.size and not 0 <= lowest <= highest < self.n_expert:
+            wrong = lowest if lowest < 0 else highest
+            raise ShapeError(f"expert {wrong} in a record of {self.n_expert} experts", "ids from 0, below n_expert")
 
     @property
     def n_layers(self) -> int:
@@ -57,6 +69,9 @@ class RouteTrace:
     def k(self) -> int:
         """Experts per token and layer."""
         return self.experts.shape[2]
+
+    def __repr__(self) -> str:
+        return f"<RouteTrace of {self.n_tokens:,} tokens in {self.n_layers} layers, {self.k} of {self.n_expert} experts each>"
 
     def sets(self) -> np.ndarray:
         """The experts in ascending order, for comparing choices without regard to rank."""
@@ -95,12 +110,12 @@ class RouteTrace:
         try:
             with np.load(path, allow_pickle=False) as file:
                 data = dict(file)
-        except (OSError, ValueError, EOFError) as e:
-            raise FileFormatError(f"{path} is not a readable .npz file: {e}", "a route trace") from None
+        except _DAMAGED as e:
+            raise FileFormatError(f"{shown(path)} is not a readable .npz file: {shown(e)}", "a route trace") from None
         try:
             return _from_shipped(data) if "moe_layers" in data else _from_saved(data)
-        except (KeyError, IndexError, ValueError) as e:
-            raise FileFormatError(f"{path} is not a route trace: {e}",
+        except _DAMAGED as e:
+            raise FileFormatError(f"{shown(path)} is not a route trace: {shown(getattr(e, 'found', e))}",
                                   "a file written by RouteTrace.save, or a shipped `*_trace.npz`") from None  # fmt: skip
 
 
