@@ -15,6 +15,7 @@ import pytest
 
 from tests.devices import fake_cupy
 from tests.devices.every_op import MAKERS, graph_of, moe_layer, values
+from tests.models import architectures
 from tests.parity import ops as parity
 from tests.scheduler import random_runs
 from workbench import OPS, Context, CpuBackend, Flag, Scheduler, Session, Tensor, Usage, build, load, ops, place_weights
@@ -80,9 +81,9 @@ def test_a_moe_layer_agrees_with_the_cpu_whatever_groups_it_makes(fake, t):
 
 def test_goldens_of_all_ops(fake, data):
     cases, arrays = parity.read(data / "goldens" / "ops")
-    some = [c for c in cases if c["op"] != "backward_mlp"][::3]
-    wrong = {c["id"]: found for c in some if (found := parity.differences(c, arrays, "cuda"))}
-    assert not wrong and len(some) > 100
+    judged = [c for c in cases if c["op"] != "backward_mlp"]
+    wrong = {c["id"]: found for c in judged if (found := parity.differences(c, arrays, "cuda"))}
+    assert not wrong and len(judged) > 300
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -118,6 +119,18 @@ def test_logits_of_a_model_on_cuda_and_cpu(fake, options, exact):
             got = session.decode(tokens, outputs="all"), session.decode([9])
     for a, b in zip(got, want, strict=True):
         np.testing.assert_array_equal(a, b) if exact else np.testing.assert_allclose(a, b, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["qwen2moe", "gpt-oss", "deepseek-v3"])
+@pytest.mark.parametrize("grain", [1, 128])
+def test_logits_of_other_architectures(fake, name, grain, tmp_path):
+    with load(architectures.write(name, tmp_path / f"{name}.gguf")) as model:
+        with Session(model, n_ctx=256) as session:
+            want = session.decode(architectures.TOKENS, outputs="all")
+        backends = [CudaBackend(grain=grain), CpuBackend()]
+        with place_weights(model, backends) as placed, Session(placed, n_ctx=256, scheduler=Scheduler(backends)) as session:
+            got = session.decode(architectures.TOKENS, outputs="all")
+    np.testing.assert_array_equal(got, want) if grain == 1 else np.testing.assert_allclose(got, want, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["q4_K", "q5_K", "q6_K", "mxfp4"])
