@@ -19,6 +19,7 @@ import numpy as np
 
 from tests.parity.report import BadInput, Report, judge_files
 from workbench.models import Model, Session
+from workbench.moe.routes import DAMAGED_NPZ
 
 MAX_DIFFERENCE, SMALL_LEAD = 1e-4, 2e-4
 MEAN_BEFORE_FLIP, MOST_BEFORE_FLIP, FLIPS_PER_SETS = 0.010, 0.5, 3 / 1530
@@ -124,7 +125,7 @@ def read_oracle(path: Path, model: Model) -> dict[str, dict[str, np.ndarray]]:
     try:
         with np.load(path, allow_pickle=False) as file:
             data: dict[str, Any] = dict(file)
-    except (OSError, ValueError, EOFError) as e:
+    except DAMAGED_NPZ as e:
         raise BadInput(f"{path.name} is not a readable .npz file: {e}") from None
     names = sorted({key.split("_", 1)[0] for key in data})
     prompts = {name: {f: data.get(f"{name}_{f}", np.empty(())) for f in FIELDS} for name in names}

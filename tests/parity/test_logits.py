@@ -77,3 +77,11 @@ def test_bad_input_is_status_2(data, tmp_path, capsys):
                  [file_of(MODELS[0]), str(tmp_path / "short.npz")], [file_of("tiny-deepseek-f16"), good], ["none.gguf", good]):  # fmt: skip
         assert logits.main(args) == 2
         assert capsys.readouterr().err.startswith("logits: ")
+
+
+def test_a_damaged_file_is_status_2(data, tmp_path, capsys):
+    whole = (data / "oracle" / "tiny-mixtral-q4_0.npz").read_bytes()
+    for damaged in (whole[:3000], whole[:2000] + bytes(500) + whole[2500:]):
+        (tmp_path / "damaged.npz").write_bytes(damaged)
+        assert logits.main(["tiny-mixtral-q4_0", str(tmp_path / "damaged.npz")]) == 2
+        assert "not a readable .npz file" in capsys.readouterr().err

@@ -18,7 +18,7 @@ from workbench.errors import FileFormatError, ShapeError, shown
 from workbench.moe.routers import Router, Routing
 from workbench.tensors import Flag
 
-_DAMAGED = (OSError, ValueError, TypeError, EOFError, LookupError, MemoryError, NotImplementedError, zipfile.BadZipFile, zlib.error)
+DAMAGED_NPZ = (OSError, ValueError, TypeError, EOFError, LookupError, MemoryError, NotImplementedError, zipfile.BadZipFile, zlib.error)
 """What NumPy raises for `.npz` files that are none, or not whole."""
 
 
@@ -110,11 +110,11 @@ class RouteTrace:
         try:
             with np.load(path, allow_pickle=False) as file:
                 data = dict(file)
-        except _DAMAGED as e:
+        except DAMAGED_NPZ as e:
             raise FileFormatError(f"{shown(path)} is not a readable .npz file: {shown(e)}", "a route trace") from None
         try:
             return _from_shipped(data) if "moe_layers" in data else _from_saved(data)
-        except _DAMAGED as e:
+        except DAMAGED_NPZ as e:
             raise FileFormatError(f"{shown(path)} is not a route trace: {shown(getattr(e, 'found', e))}",
                                   "a file written by RouteTrace.save, or a shipped `*_trace.npz`") from None  # fmt: skip
 
