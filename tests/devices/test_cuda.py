@@ -19,8 +19,7 @@ from tests.models import architectures
 from tests.parity import ops as parity
 from tests.scheduler import random_runs
 from workbench import OPS, Context, CpuBackend, Flag, Scheduler, Session, Tensor, Usage, build, load, ops, place_weights
-from workbench.devices import HOST_MEMORY, BufferType
-from workbench.devices import cuda as module
+from workbench.devices import HOST_MEMORY, BufferType, cuda, cuda_memory
 from workbench.devices.cuda import CudaBackend, why_not
 from workbench.errors import AllocationError, DependencyError, ParameterError, StorageError
 from workbench.execution import compute
@@ -246,14 +245,14 @@ def test_pageable_bytes_may_change_after_the_call_and_pinned_ones_only_after_a_w
 
 
 def test_large_pageable_copies_pass_through_a_ring_of_pinned_slots(fake, monkeypatch):
-    monkeypatch.setattr(module, "STAGING_BYTES", 16)
+    monkeypatch.setattr(cuda_memory, "STAGING_BYTES", 16)
     backend = CudaBackend()
     with Context() as ctx:
         t = tensor(ctx, backend, 1000, "i8")
         data = host(900)
         backend.set_async(t, data, 50)
         backend.synchronize()
-        assert t.storage.read(50, 900).tobytes() == data.tobytes() and len(backend._staging._slots) == module.STAGING_SLOTS
+        assert t.storage.read(50, 900).tobytes() == data.tobytes() and len(backend._staging._slots) == cuda_memory.STAGING_SLOTS
 
 
 def test_a_prefetch_runs_beside_the_stream_and_needs_its_event(fake):
@@ -400,7 +399,7 @@ def test_settings_are_checked(fake):
 def test_every_name_in_the_backend_is_in_cupy():
     cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
     found, missing = set(), set()
-    for node in ast.walk(ast.parse(inspect.getsource(module))):
+    for node in (n for m in (cuda, cuda_memory) for n in ast.walk(ast.parse(inspect.getsource(m)))):
         chain, at = [], node
         while isinstance(at, ast.Attribute):
             chain.insert(0, at.attr)
