@@ -9,8 +9,19 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from tests.scheduler.random_runs import assign, graph_of, machine_of, on_the_cpu, place, results, weights_of, write
-from workbench import Flag
+from tests.scheduler.random_runs import (
+    DENIED,
+    assign,
+    graph_of,
+    machine_of,
+    on_the_cpu,
+    place,
+    results,
+    weights_of,
+    write,
+)
+from workbench import Flag, Scheduler, simulated_machine
+from workbench.devices.cost import Speed
 from workbench.kernels.kernel import IndexOutOfRange
 from workbench.trace import Trace
 
@@ -49,6 +60,32 @@ def test_results_are_those_of_the_cpu_alone(seed):
     assert scheduler.backends[0].machine.n_pending == 0
     scheduler.reset()
     assert [t.src for t in graph.nodes] == sources
+
+
+@given(SEEDS)
+def test_runs_may_be_asked_for_one_after_the_other_without_waiting(seed):
+    r = random.Random(seed)
+    devices = simulated_machine(2, deny_ops=r.sample(DENIED, r.choice([0, 2, 4])), async_copy=r.random() < 0.7, events=r.random() < 0.7)
+    for device in devices[:2]:
+        device.speed = Speed(launch_ns=r.choice([100, 5000, 300_000]), link_ns=r.choice([10, 10_000]), link=100.0)
+    scheduler, graph = Scheduler(devices, parallel=r.random() < 0.6), graph_of(seed)
+    for leaf in graph.leafs:
+        leaf.mark(Flag.INPUT)
+    weights = weights_of(r, graph)
+    by_hand = place(r, scheduler, graph, weights, seed)
+    try:
+        *_, want = on_the_cpu(seed, range(6), weights)
+    except IndexOutOfRange:
+        assume(False)
+    for data in range(6):
+        if not data or r.random() < 0.7:
+            scheduler.reset()
+            assign(scheduler, graph, by_hand)
+            scheduler.alloc(graph)
+        write(graph, data)
+        scheduler.compute_async(graph)
+    scheduler.synchronize()
+    assert results(graph) == want
 
 
 def test_the_property_would_notice_missing_repairs():

@@ -372,6 +372,7 @@ class Scheduler:
     def compute_async(self, graph: CGraph) -> bool:
         """Run a graph; results are there after `synchronize`. One that is not allocated yet is split and placed first.
 
+        Leafs flagged as inputs can be written anew at once, for the next run; others only after `synchronize`.
         Where it fails, work that was asked for is given up on all backends; the graph stays allocated and can be run again.
         """
         if not self._is_allocated:
