@@ -33,7 +33,9 @@ class Finding:
 
 def main(argv: list[str]) -> int:
     """Print the report; 1 when something is missing that the lessons need."""
-    argparse.ArgumentParser(prog="python -m workbench doctor", description=HELP).parse_args(argv)
+    args = parser().parse_args(argv)
+    if args.calibrate is not None:
+        return calibrate(args.calibrate)
     findings = examine()
     for f in findings:
         mark = "ok" if f.good else "MISSING" if f.needed else "-"
@@ -41,6 +43,39 @@ def main(argv: list[str]) -> int:
         if f.advice and not f.good:
             print(f"{'':<22}-> {f.advice}")
     return 1 if any(f.needed and not f.good for f in findings) else 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """Its options."""
+    p = argparse.ArgumentParser(prog="python -m workbench doctor", description=HELP)
+    p.add_argument("--calibrate", nargs="?", const="", metavar="FILE.toml",
+                   help="measure this machine's CPU, and its GPU where there is one, and how well that predicts a model; write the preset")
+    return p
+
+
+def calibrate(path: str) -> int:
+    """Measure, print, and write a preset for `schedule --device FILE.toml`."""
+    from workbench.devices.calibrate import calibrate as measure
+    from workbench.models.gguf import shipped_models
+    from workbench.models.timing import layer_times, table
+
+    rows, found = [], measure()
+    for name in list(shipped_models())[:4]:
+        rows += layer_times(name)[0]
+    print("\n".join(table(rows)))
+    toml = found.to_toml("this-cpu")
+    try:
+        from workbench.devices import CudaBackend
+        gpu = CudaBackend()
+    except Exception as error:
+        print(f"\nno GPU measured: {str(error).splitlines()[0]}")
+    else:
+        toml = measure(gpu).to_toml("this-gpu")
+    print(f"\n{toml}", end="")
+    if path:
+        Path(path).write_text(toml, "utf-8")
+        print(f"\nwritten to {path}: `schedule MODEL --device {path}`")
+    return 0
 
 
 def examine() -> list[Finding]:

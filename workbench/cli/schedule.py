@@ -91,12 +91,12 @@ def report(plan: SchedulePlan, device: str, splits: bool = False) -> Iterator[st
 
 
 def _phase(p: Phase, splits: bool) -> Iterator[str]:
-    from workbench.cli.sizes import bytes_text, columns
+    from workbench.cli.sizes import bytes_text, columns, speed_text
     from workbench.models.planning import duration
 
     what = "decode, 1 token" if p.n_tokens == 1 else f"{p.name}, {p.n_tokens:,} tokens"
     yield (f"{what}, looking at {p.n_kv:,} cells: {len(p.splits)} split{'s' * (len(p.splits) != 1)}, {duration(p.ns)}, "
-           f"{p.tokens_per_second:,.4g} tokens/s, {bytes_text(p.copied / p.n_tokens)} copied per token")  # fmt: skip
+           f"{speed_text(p.tokens_per_second)} tokens/s, {bytes_text(p.copied / p.n_tokens)} copied per token")  # fmt: skip
     if p.ways:
         rows: list[tuple[str, ...]] = [("copied", "", "bytes", "per token", "copies", "time")]
         rows += [(f"{w.source} → {w.target}", w.kind, f"{w.nbytes:,}", f"{w.nbytes / p.n_tokens:,.0f}", f"{w.copies:,}", duration(w.ns)) for w in p.ways]

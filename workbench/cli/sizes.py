@@ -33,6 +33,11 @@ def bytes_text(n: float) -> str:
     return f"{n:,.0f} B"
 
 
+def speed_text(x: float) -> str:
+    """Three digits, or all before the point."""
+    return f"{x:,.0f}" if x >= 100 else f"{x:.3g}"
+
+
 def columns(rows: list[tuple[str, ...]], right: tuple[int, ...] = ()) -> list[str]:
     """Rows as aligned columns, indented."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

@@ -176,9 +176,9 @@ class _Planner:
         assert isinstance(self.machine, PlannedMachine)
         self.gpus = [b for b in self.backends if b.device_type is DeviceType.GPU]
         self.weights = planned_file(file.storage.size, file.path.name)
-        if mmap:
-            self.notes.append("Weights on the host stay in the mapped file, which is pageable: copies from there are slow. --no-mmap pins them.")
-        else:
+        if mmap and self.gpus:
+            self.notes.append("Weights on the host stay in the mapped file, which is pageable: copies from there are slow; --no-mmap pins them.")
+        elif self.gpus:
             self.machine.pinned[self.weights._byte.ctypes.data] = 1
 
     def plan(self, n_gpu_layers: int | None, overrides: Mapping[str, str], n_cpu_moe: int, batch: int, context: int, kv: str,
@@ -193,13 +193,16 @@ class _Planner:
         out = SchedulePlan(self.file.name, self.file.architecture, [], [], n, n_layer, False, padded(context, PAD_KV), experts, active, self.notes)
         if self.file.architecture not in ARCHITECTURES:
             return self._bytes_only(out, n, rules)
-        with Model(self.file) as model:
+        model = Model(self.file)
+        try:
             for weight in model.weights.values():
                 weight.place(self.weights, weight.offset)
             self.machine.routes = self.routes = _Routes(model, routes, batch) if model.hparams.moe_layers else None
             shares = [float(b.buffer_type.limit or 1) for b in self.gpus] if len(self.gpus) > 1 else None  # type: ignore[attr-defined]
             with place_weights(model, self.backends, n, rules, shares) as placed:
                 self._schedule(out, placed, rules, batch, context, kv)
+        finally:
+            model.context.close()
         self._remark(out, rules, batch, routes)
         return out
 
@@ -290,7 +293,7 @@ class _Planner:
     def _remark(self, out: SchedulePlan, rules: Mapping[str, str], batch: int, routes: RouteTrace | None) -> None:
         note = self.notes.append
         if out.expert_bytes and routes is None:
-            note("Which experts tokens choose is drawn uniformly at random; real routers are less even, and prefill then copies fewer experts.")
+            note("Which experts tokens choose is drawn uniformly at random; real routers are less even, and a prompt then needs fewer experts.")
         on_host = any(b.name == "CPU" and w for b, w in ((d, d.weights) for d in out.devices))
         if self.gpus and on_host:
             note("A card takes over products whose weights lie on the host from 32 tokens in a batch on, and then copies them in at each run "

@@ -64,7 +64,7 @@ def layer_times(which: str | os.PathLike[str], rounds: int = 6, backend: Backend
                         _fill(session, step, tokens)
                         plan.run(best)
             calibration = calibrator.result()
-            return [row for step, _, best in runs for row in _rows(model.name, step, best, calibration)], calibration
+            return [row for step, _, best in runs for row in _rows(model.path.stem, step, best, calibration)], calibration
     finally:
         calibrator.close()
 
@@ -86,3 +86,14 @@ def _rows(model: str, step: Any, best: _Best, calibration: Calibration) -> list[
                 row[0] += calibration.speed.compute_ns(step.graph.nodes[i])
                 row[1] += took
     return [LayerTime(model, step.inputs.tokens.ne[0], layer, *row) for layer, row in sums.items()]
+
+
+def table(rows: list[LayerTime]) -> list[str]:
+    """Predicted against measured, a line per model and run: in all, and the layers with the lowest and the highest ratio."""
+    lines = [f"{'model':<18}{'tokens':>7}{'predicted ms':>14}{'measured ms':>13}{'ratio':>7}  ratio of layers"]
+    for model, n in dict.fromkeys((r.model, r.n_tokens) for r in rows):
+        mine = [r for r in rows if (r.model, r.n_tokens) == (model, n)]
+        predicted, measured = sum(r.predicted for r in mine), sum(r.measured for r in mine)
+        layers = [r.ratio for r in mine if isinstance(r.layer, int)]
+        lines.append(f"{model:<18}{n:>7}{predicted / 1e6:>14.2f}{measured / 1e6:>13.2f}{predicted / measured:>7.2f}  {min(layers):.2f} to {max(layers):.2f}")
+    return lines
