@@ -186,6 +186,8 @@ class Replay:
         differ = self.plain.differing(self.made)
         if verdict is not None:
             yield from same("matches_plain_cpu_run", differ, [] if verdict is True else verdict["tensors"])
+            if verdict is not True and not np.isclose(far := self.plain.distance(self.made), verdict["max_rel"], rtol=0.05):
+                yield f"matches_plain_cpu_run['max_rel']: found {far}, recorded {verdict['max_rel']}"
         yield from same("outputs_valid", self.finished and not (verdict and differ), self.expect["outputs_valid"])
 
 
@@ -327,6 +329,12 @@ class Plain:
     def tied(self, recorded: list[str]) -> set[str]:
         """Names of nodes with ties: exact ones must be recorded, close ones may be."""
         return self.exact | (self.ties & set(recorded))
+
+    def distance(self, made: list[Tensor]) -> float:
+        """The largest relative difference of an output to what was computed here; small values count as a millionth."""
+        pairs = zip(outputs(self.recorded, made), outputs(self.recorded, self.made), strict=True)
+        both = [(np.asarray(a.numpy(), np.float64), np.asarray(b.numpy(), np.float64)) for a, b in pairs]
+        return max(float(np.max(np.abs(a - b) / (np.abs(b) + 1e-6), initial=0.0)) for a, b in both)
 
     def differing(self, made: list[Tensor]) -> list[str]:
         """Names of the outputs in `made` that are not, bit for bit, what was computed here."""
