@@ -20,6 +20,7 @@ _HOMES = {  # public name -> the room that holds it
     **dict.fromkeys(["Scheduler", "UsedExperts", "WeightTransfer", "WholeTensor"], "workbench.scheduler"),
     **dict.fromkeys(["GGUFFile", "Model", "Sampler", "Session", "Tokenizer", "generate", "load", "open_gguf"], "workbench.models"),
     **dict.fromkeys(["PlacedModel", "place_weights"], "workbench.models"),
+    "plan_schedule": "workbench.models.planning",
     **dict.fromkeys(["RouteTrace", "Router", "build_moe_ffn"], "workbench.moe"),
 }
 

@@ -30,7 +30,19 @@ def test_the_readme_shows_both():
 
 
 def test_json_holds_the_same(capsys):
-    argv = ["tiny-mixtral-f16", "--device", "laptop,blas", "-ngl", "3", "-ot", r"blk\.5\..*_exps=CPU", "--batch", "40", "--context", "256"]
+    argv = [
+        "tiny-mixtral-f16",
+        "--device",
+        "laptop,blas",
+        "-ngl",
+        "3",
+        "-ot",
+        r"blk\.5\..*_exps=CPU",
+        "--batch",
+        "40",
+        "--context",
+        "256",
+    ]
     assert schedule.main([*argv, "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert schedule.main([*argv, "--splits"]) == 0
@@ -60,7 +72,11 @@ def test_devices_are_listed_with_sources(capsys):
 def test_fit_tells_by_its_exit_status(tmp_path, capsys):
     path = str(qwen3(tmp_path / "m.gguf", block_count=4))
     common = ["--link", "25GB/s", "--context", "256", "--batch", "32"]
-    for vram, ram, status, word in (("8G", "8G", 0, "FITS: all"), ("1500M", "8G", 0, "FITS WITH EXPERTS"), ("1500M", "1G", 1, "DOES NOT FIT")):
+    for vram, ram, status, word in (
+        ("8G", "8G", 0, "FITS: all"),
+        ("1500M", "8G", 0, "FITS WITH EXPERTS"),
+        ("1500M", "1G", 1, "DOES NOT FIT"),
+    ):
         assert fit.main([path, "--vram", vram, "--ram", ram, *common]) == status
         assert capsys.readouterr().out.startswith(word)
     assert fit.main([path + "x", "--vram", "8G", "--ram", "8G", *common]) == 2

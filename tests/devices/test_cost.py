@@ -34,7 +34,9 @@ def test_a_product_takes_its_start_and_the_slower_of_arithmetic_and_memory(ctx):
 
 def test_experts_count_as_often_as_they_are_used(ctx):
     speed = Speed(launch_ns=5, flops=1e9, memory=1.0, expert_ns=100)
-    node = ops.mul_mat_id(ctx.new_tensor("f16", 32, 48, 8), ctx.new_tensor("f32", 32, 1, 2), ctx.new_tensor("i32", 3, 2))
+    node = ops.mul_mat_id(
+        ctx.new_tensor("f16", 32, 48, 8), ctx.new_tensor("f32", 32, 1, 2), ctx.new_tensor("i32", 3, 2)
+    )
     touched = 6 * (32 * 48 * 2) + 32 * 2 * 4 + 6 * 4 + node.nbytes
     assert speed.compute_ns(node) == 5 + 6 * 100 + touched
     unpacked = dataclasses.replace(speed, unpacked=True)
@@ -44,7 +46,14 @@ def test_experts_count_as_often_as_they_are_used(ctx):
 def test_starts_may_differ_by_op_and_type(ctx):
     speed = Speed(launch_ns=5, flops=1e9, memory=1e9, starts={"MUL_MAT": 9, "MUL_MAT f16": 11})
     x = ctx.new_tensor("f32", 32, 1)
-    assert [speed.compute_ns(n) for n in (ops.mul_mat(ctx.new_tensor("f16", 32, 4), x), ops.mul_mat(ctx.new_tensor("f32", 32, 4), x), ops.add(x, x))] == [11, 9, 5]
+    assert [
+        speed.compute_ns(n)
+        for n in (
+            ops.mul_mat(ctx.new_tensor("f16", 32, 4), x),
+            ops.mul_mat(ctx.new_tensor("f32", 32, 4), x),
+            ops.add(x, x),
+        )
+    ] == [11, 9, 5]
 
 
 def test_copies_by_what_the_host_memory_is():
@@ -95,7 +104,10 @@ def test_peaks_are_reached_in_part():
     p = preset("rtx3090-pcie4")
     assert p.speed.memory == pytest.approx(936 * p.reached["memory"])
     assert p.speed.flops_of["f16"] == pytest.approx(71000 * p.reached["f16"]) and "q4_K" in p.speed.flops_of
-    assert p.speed.link == pytest.approx(2 * preset("rtx3090-pcie3").speed.link, rel=0.01) and p.speed.link > p.speed.pageable
+    assert (
+        p.speed.link == pytest.approx(2 * preset("rtx3090-pcie3").speed.link, rel=0.01)
+        and p.speed.link > p.speed.pageable
+    )
 
 
 def test_machines_of_presets():

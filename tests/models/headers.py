@@ -19,7 +19,10 @@ N_VOCAB = 151936
 def qwen3(path: Path, arch: str = "qwen3moe", kind: str = "q4_K", **change: int) -> Path:
     """A file of the form of Qwen3-MoE; matrices are stored as `kind`, routers and norms as f32. "_" in names of numbers means "."."""
     n = QWEN3_30B | {k.replace("__", "."): v for k, v in change.items()}
-    keys = [craft.key("general.architecture", craft.STR, arch), craft.key(f"{arch}.attention.layer_norm_rms_epsilon", craft.F32, 1e-6)]
+    keys = [
+        craft.key("general.architecture", craft.STR, arch),
+        craft.key(f"{arch}.attention.layer_norm_rms_epsilon", craft.F32, 1e-6),
+    ]
     keys += [craft.key(f"{arch}.{k}", craft.U32, v) for k, v in n.items()]
     infos, end = [], 0
     for name, ne in shapes(n).items():
@@ -36,7 +39,11 @@ def shapes(n: dict[str, int]) -> dict[str, tuple[int, ...]]:
     """Every tensor with its extents, fastest first."""
     d, e, f, head = n["embedding_length"], n["expert_count"], n["expert_feed_forward_length"], n["attention.key_length"]
     q, kv = head * n["attention.head_count"], head * n["attention.head_count_kv"]
-    out: dict[str, tuple[int, ...]] = {"token_embd.weight": (d, N_VOCAB), "output_norm.weight": (d,), "output.weight": (d, N_VOCAB)}
+    out: dict[str, tuple[int, ...]] = {
+        "token_embd.weight": (d, N_VOCAB),
+        "output_norm.weight": (d,),
+        "output.weight": (d, N_VOCAB),
+    }
     layer = {"attn_norm": (d,), "ffn_norm": (d,), "attn_q": (d, q), "attn_k": (d, kv), "attn_v": (d, kv), "attn_output": (q, d), "attn_q_norm": (head,),
              "attn_k_norm": (head,), "ffn_gate_inp": (d, e), "ffn_gate_exps": (d, f, e), "ffn_up_exps": (d, f, e), "ffn_down_exps": (f, d, e)}  # fmt: skip
     for i in range(n["block_count"]):

@@ -13,7 +13,8 @@ from workbench.errors import ParameterError
 from workbench.models.fitting import fit
 from workbench.models.gguf import open_gguf
 from workbench.models.kv_cache import KVCache
-from workbench.models.planning import COPIES, EXPERTS, expert_bytes, plan_schedule, ways
+from workbench.models.phases import COPIES, ways
+from workbench.models.planning import EXPERTS, expert_bytes, plan_schedule
 from workbench.models.transformer import build_step
 from workbench.trace import Trace
 
@@ -95,7 +96,13 @@ def test_memory_is_what_the_allocator_measures():
 @pytest.fixture(scope="module")
 def huge(tmp_path_factory):
     """56 GiB in eight layers."""
-    path = qwen3(tmp_path_factory.mktemp("huge") / "huge.gguf", block_count=8, embedding_length=8192, expert_feed_forward_length=4096, expert_count=128)
+    path = qwen3(
+        tmp_path_factory.mktemp("huge") / "huge.gguf",
+        block_count=8,
+        embedding_length=8192,
+        expert_feed_forward_length=4096,
+        expert_count=128,
+    )
     assert path.stat().st_size > 50 * 2**30 and path.stat().st_blocks * 512 < 2**21
     return path
 
@@ -120,7 +127,10 @@ def test_a_file_larger_than_memory(huge):
 def test_used_experts_are_copied_with_their_padding():
     """A batch of 32 tokens, each with the same two experts that are no neighbours."""
     with load("tiny-mixtral-f16") as model:
-        layers, weights = len(model.hparams.moe_layers), [model.weight(f"ffn_{p}_exps", 0) for p in ("gate", "up", "down")]
+        layers, weights = (
+            len(model.hparams.moe_layers),
+            [model.weight(f"ffn_{p}_exps", 0) for p in ("gate", "up", "down")],
+        )
         with Session(model, 256, 64, recording=True) as session:
             session.decode(list(range(33)), outputs="all")
             routes = session.routes
@@ -138,7 +148,10 @@ def test_offload_begins_at_32_tokens(batch, copies):
 
 
 def test_pinned_weights_are_copied_faster():
-    slow, fast = (plan_schedule("tiny-mixtral-f16", "rtx3090-pcie4", n_cpu_moe=6, batch=64, mmap=m).phases[0] for m in (True, False))
+    slow, fast = (
+        plan_schedule("tiny-mixtral-f16", "rtx3090-pcie4", n_cpu_moe=6, batch=64, mmap=m).phases[0]
+        for m in (True, False)
+    )
     assert [w[:5] for w in slow.ways] == [w[:5] for w in fast.ways] and fast.ns < slow.ns
 
 
@@ -154,7 +167,9 @@ def test_pipelining_wants_two_cards_all_layers_and_no_overrides(devices, options
 
 
 def test_too_many_layers_are_all_layers_and_it_says_so():
-    plan, all_of_them = (plan_schedule("tiny-mixtral-f16", "laptop", n_gpu_layers=n, batch=8, context=256) for n in (99, None))
+    plan, all_of_them = (
+        plan_schedule("tiny-mixtral-f16", "laptop", n_gpu_layers=n, batch=8, context=256) for n in (99, None)
+    )
     assert plan.devices == all_of_them.devices and plan.n_gpu_layers == 7
     assert any("-ngl 99 means 7" in n for n in plan.notes) and not any("-ngl" in n for n in all_of_them.notes)
 
@@ -170,7 +185,10 @@ def test_wrong_requests_are_explained(options, found):
 
 
 def test_devices_go_by_llama_cpps_names_too():
-    plans = [plan_schedule("tiny-mixtral-f16", "laptop", n_gpu_layers=0, overrides={"_exps": d}, batch=8, context=256) for d in ("GPU", "cuda0", "GPU0")]
+    plans = [
+        plan_schedule("tiny-mixtral-f16", "laptop", n_gpu_layers=0, overrides={"_exps": d}, batch=8, context=256)
+        for d in ("GPU", "cuda0", "GPU0")
+    ]
     assert len({p.devices[0].weights for p in plans}) == 1 and plans[0].devices[0].weights == plans[0].expert_bytes
 
 
@@ -193,7 +211,9 @@ def test_an_unknown_architecture_gets_its_bytes_and_is_told_so(unknown):
     assert not plan.phases and "no graph builder" in plan.notes[0] and "hunyuan" in plan.notes[0]
     with open_gguf(unknown) as file:
         everything = sum(t.nbytes for t in file.tensors.values())
-        first = sum(t.nbytes for t in file.tensors.values() if t.name.startswith(("blk.0.", "blk.1.")) and "_exps" in t.name)
+        first = sum(
+            t.nbytes for t in file.tensors.values() if t.name.startswith(("blk.0.", "blk.1.")) and "_exps" in t.name
+        )
         assert plan.expert_bytes == expert_bytes(file)[0] > 0
         assert plan.devices[-1].weights == first + file.tensors["token_embd.weight"].nbytes
     assert sum(d.weights for d in plan.devices) == everything and all(d.kv == d.compute == 0 for d in plan.devices)
@@ -216,7 +236,9 @@ def test_fit_counts_every_byte_once(huge):
     found = fit(huge, 24 * G, 64 * G, 25e9, context=512, batch=64)
     need = {n.what.partition(",")[0].partition(" (")[0]: n.nbytes for n in found.needs}
     with open_gguf(huge) as file:
-        assert need["dense weights"] + need["all experts"] + need["embedding"] == sum(t.nbytes for t in file.tensors.values())
+        assert need["dense weights"] + need["all experts"] + need["embedding"] == sum(
+            t.nbytes for t in file.tensors.values()
+        )
     plan = plan_schedule(huge, "laptop", overrides={EXPERTS: "CPU"}, context=512, batch=64)
     assert (need["KV cache"], need["compute memory"]) == (plan.devices[0].kv, plan.devices[0].compute)
 

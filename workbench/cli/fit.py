@@ -34,13 +34,28 @@ def main(argv: list[str]) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """Its options."""
-    p = argparse.ArgumentParser(prog="python -m workbench fit", description=HELP + ". Sizes: 24GiB or 24G (2**30), 24GB (10**9); speeds: 25GB/s.")
+    p = argparse.ArgumentParser(
+        prog="python -m workbench fit",
+        description=HELP + ". Sizes: 24GiB or 24G (2**30), 24GB (10**9); speeds: 25GB/s.",
+    )
     p.add_argument("model", metavar="MODEL", help="path of a GGUF file, or the name of a shipped model")
     p.add_argument("--vram", type=size, required=True, metavar="SIZE", help="memory of the card")
     p.add_argument("--ram", type=size, required=True, metavar="SIZE", help="memory of the host, free for the model")
-    p.add_argument("--link", type=rate, required=True, metavar="SPEED", help="host to card; PCIe 3.0 x16 about 12GB/s, 4.0 x16 about 25GB/s")
+    p.add_argument(
+        "--link",
+        type=rate,
+        required=True,
+        metavar="SPEED",
+        help="host to card; PCIe 3.0 x16 about 12GB/s, 4.0 x16 about 25GB/s",
+    )
     p.add_argument("--pinned", type=size, metavar="SIZE", help="what the host lets be pinned (default: half of --ram)")
-    p.add_argument("--ram-speed", type=rate, default=58e9, metavar="SPEED", help="memory of the host (default 58GB/s: two channels of DDR5-5200 at 70%%)")
+    p.add_argument(
+        "--ram-speed",
+        type=rate,
+        default=58e9,
+        metavar="SPEED",
+        help="memory of the host (default 58GB/s: two channels of DDR5-5200 at 70%%)",
+    )
     p.add_argument("--vram-speed", type=rate, metavar="SPEED", help="memory of the card (default: counted as free)")
     p.add_argument("--batch", type=int, default=512, metavar="N", help="tokens in one graph (default 512)")
     p.add_argument("--context", type=int, default=4096, metavar="N", help="cells of the KV cache (default 4096)")
@@ -52,10 +67,15 @@ def report(found: Fit) -> Iterator[str]:
     """The verdict as text, line by line."""
     yield found.verdict()
     yield ""
-    yield from columns([("bytes", "", "", "on"), *((n.what, f"{n.nbytes:,}", bytes_text(n.nbytes), n.where) for n in found.needs)], (1, 2))
+    yield from columns(
+        [("bytes", "", "", "on"), *((n.what, f"{n.nbytes:,}", bytes_text(n.nbytes), n.where) for n in found.needs)],
+        (1, 2),
+    )
     yield ""
-    rows = [("question", "", "needed", "there is")]
-    rows += [(c.question, "yes" if c.holds else "NO", bytes_text(c.needed), bytes_text(c.available)) for c in found.checks]
+    rows: list[tuple[str, ...]] = [("question", "", "needed", "there is")]
+    rows += [
+        (c.question, "yes" if c.holds else "NO", bytes_text(c.needed), bytes_text(c.available)) for c in found.checks
+    ]
     yield from columns(rows, (2, 3))
     for c in found.checks:
         if not c.holds and found.fits != "card":
@@ -63,7 +83,10 @@ def report(found: Fit) -> Iterator[str]:
     if found.bounds:
         yield ""
         rows = [("no more tokens/s than", "", "bytes per token", "over", "")]
-        rows += [(speed_text(b.tokens_per_second), b.way, bytes_text(b.nbytes), b.over, f"{b.bandwidth / 1e9:,.4g} GB/s") for b in found.bounds]
+        rows += [
+            (speed_text(b.tokens_per_second), b.way, bytes_text(b.nbytes), b.over, f"{b.bandwidth / 1e9:,.4g} GB/s")
+            for b in found.bounds
+        ]
         yield from columns(rows, (0, 2, 4))
     yield ""
     yield from (f"- {shown(note, 400)}" for note in found.notes)

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 from workbench.errors import ParameterError, WorkbenchError, shown
 
 if TYPE_CHECKING:
-    from workbench.models.planning import Phase, SchedulePlan
+    from workbench.models.phases import Phase
+    from workbench.models.planning import SchedulePlan
 
 HELP = "what ggml's scheduler would do with a model on given devices"
 
@@ -30,14 +31,34 @@ def main(argv: list[str]) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """Its options, named as those of llama.cpp."""
-    p = argparse.ArgumentParser(prog="python -m workbench schedule", description=HELP + ". Reads the header of the file only, and computes nothing.")
+    p = argparse.ArgumentParser(
+        prog="python -m workbench schedule",
+        description=HELP + ". Reads the header of the file only, and computes nothing.",
+    )
     p.add_argument("model", metavar="MODEL", nargs="?", help="path of a GGUF file, or the name of a shipped model")
     p.add_argument("--device", metavar="PRESET[,PRESET]", help="cards, an accelerator, a CPU: see --devices")
     p.add_argument("--devices", action="store_true", help="list the presets, each figure with its source")
-    p.add_argument("-ngl", "--n-gpu-layers", type=int, metavar="N", help="layers on cards, counted from the end; the output is one more (default: all)")
-    p.add_argument("-ot", "--override-tensor", action="append", default=[], metavar="REGEX=DEV", help="weights whose name the pattern fits go to DEV")
-    p.add_argument("-ncmoe", "--n-cpu-moe", type=int, default=0, metavar="N", help="experts of the first N layers stay on the host")
-    p.add_argument("--batch", type=int, default=512, metavar="N", help="tokens of the prompt, in one graph (default 512)")
+    p.add_argument(
+        "-ngl",
+        "--n-gpu-layers",
+        type=int,
+        metavar="N",
+        help="layers on cards, counted from the end; the output is one more (default: all)",
+    )
+    p.add_argument(
+        "-ot",
+        "--override-tensor",
+        action="append",
+        default=[],
+        metavar="REGEX=DEV",
+        help="weights whose name the pattern fits go to DEV",
+    )
+    p.add_argument(
+        "-ncmoe", "--n-cpu-moe", type=int, default=0, metavar="N", help="experts of the first N layers stay on the host"
+    )
+    p.add_argument(
+        "--batch", type=int, default=512, metavar="N", help="tokens of the prompt, in one graph (default 512)"
+    )
     p.add_argument("--context", type=int, default=4096, metavar="N", help="cells of the KV cache (default 4096)")
     p.add_argument("--kv", choices=("f16", "f32"), default="f16", help="type of the KV cache (default f16)")
     p.add_argument("--no-mmap", action="store_true", help="weights on the host are pinned, not mapped from the file")
@@ -57,7 +78,9 @@ def _lines(args: argparse.Namespace) -> Iterator[str]:
         for rule in text.split(","):
             pattern, given, device = rule.rpartition("=")
             if not given or not pattern:
-                raise ParameterError(f"--override-tensor {shown(rule)!r}", "REGEX=DEV", "--override-tensor '_exps=CPU', for example")
+                raise ParameterError(
+                    f"--override-tensor {shown(rule)!r}", "REGEX=DEV", "--override-tensor '_exps=CPU', for example"
+                )
             overrides[pattern] = device
     plan = plan_schedule(args.model, args.device, n_gpu_layers=args.n_gpu_layers, overrides=overrides, n_cpu_moe=args.n_cpu_moe,
                          batch=args.batch, context=args.context, kv=args.kv, mmap=not args.no_mmap)  # fmt: skip
@@ -74,13 +97,16 @@ def report(plan: SchedulePlan, device: str, splits: bool = False) -> Iterator[st
     known = bool(plan.phases)
     yield f"{shown(plan.model)} ({shown(plan.architecture)}) on {device}: {plan.n_gpu_layers} of {plan.n_layer + 1} layers on cards"
     yield ""
-    rows: list[tuple[str, ...]] = [("memory", "weights", "KV cache" if known else "", "compute" if known else "", "in all", "of")]
+    rows: list[tuple[str, ...]] = [
+        ("memory", "weights", "KV cache" if known else "", "compute" if known else "", "in all", "of")
+    ]
     for d in plan.devices:
-        rows.append((f"{d.name} ({d.title})", bytes_text(d.weights), bytes_text(d.kv) if known else "", bytes_text(d.compute) if known else "",
+        besides = [bytes_text(n) if known else "" for n in (d.kv, d.compute)]
+        rows.append((f"{d.name} ({d.title})", bytes_text(d.weights), *besides,
                      bytes_text(d.total), bytes_text(d.capacity) if d.capacity else ""))  # fmt: skip
     yield from columns(rows, (1, 2, 3, 4, 5))
     for d, excess in plan.overflows():
-        yield f"  {d.name} IS TOO SMALL by {bytes_text(excess)}: fewer layers (-ngl), experts on the host (--n-cpu-moe), less --context or --batch."
+        yield f"  {d.name} IS TOO SMALL by {bytes_text(excess)}: fewer layers (-ngl), experts on the host (--n-cpu-moe), less --context."
     if plan.expert_bytes:
         yield f"  all experts: {bytes_text(plan.expert_bytes)}; those of one token: {bytes_text(plan.active_bytes)}"
     for phase in plan.phases:
@@ -92,14 +118,24 @@ def report(plan: SchedulePlan, device: str, splits: bool = False) -> Iterator[st
 
 def _phase(p: Phase, splits: bool) -> Iterator[str]:
     from workbench.cli.sizes import bytes_text, columns, speed_text
-    from workbench.models.planning import duration
+    from workbench.models.phases import duration
 
     what = "decode, 1 token" if p.n_tokens == 1 else f"{p.name}, {p.n_tokens:,} tokens"
     yield (f"{what}, looking at {p.n_kv:,} cells: {len(p.splits)} split{'s' * (len(p.splits) != 1)}, {duration(p.ns)}, "
            f"{speed_text(p.tokens_per_second)} tokens/s, {bytes_text(p.copied / p.n_tokens)} copied per token")  # fmt: skip
     if p.ways:
         rows: list[tuple[str, ...]] = [("copied", "", "bytes", "per token", "copies", "time")]
-        rows += [(f"{w.source} → {w.target}", w.kind, f"{w.nbytes:,}", f"{w.nbytes / p.n_tokens:,.0f}", f"{w.copies:,}", duration(w.ns)) for w in p.ways]
+        rows += [
+            (
+                f"{w.source} → {w.target}",
+                w.kind,
+                f"{w.nbytes:,}",
+                f"{w.nbytes / p.n_tokens:,.0f}",
+                f"{w.copies:,}",
+                duration(w.ns),
+            )
+            for w in p.ways
+        ]
         yield from columns(rows, (2, 3, 4, 5))
     rows = [("computed", "", "nodes", "time", "mostly")]
     rows += [(w.device, w.kind, f"{w.nodes:,}", duration(w.ns), w.bound) for w in p.work]
@@ -107,8 +143,10 @@ def _phase(p: Phase, splits: bool) -> Iterator[str]:
     yield f"  {p.largest_cost()}"
     if splits:
         rows = [("split", "on", "nodes", "inputs", "begins because")]
-        rows += [(str(i), backend, str(n), ", ".join(f"{shown(t)} ({bytes_text(b)})" for t, b in inputs[:4]) + (" …" if len(inputs) > 4 else ""), cause)
-                 for i, (backend, n, inputs, cause) in enumerate(p.splits)]  # fmt: skip
+        some = [", ".join(f"{shown(t)} ({bytes_text(b)})" for t, b in inputs[:4]) for _, _, inputs, _ in p.splits]
+        listed = [text + " …" * (len(s[2]) > 4) for text, s in zip(some, p.splits)]
+        rows += [(str(i), backend, str(n), listed[i], cause)
+                 for i, (backend, n, _, cause) in enumerate(p.splits)]  # fmt: skip
         yield from columns(rows, (0, 2))
 
 

@@ -32,7 +32,9 @@ class Bench:
         self.graph = build(node)
         tensors = [t for t in (*self.graph.leafs, *self.graph.nodes) if t.view_src is None]
         places = np.cumsum([0, *(-(-t.nbytes // 256) * 256 for t in tensors)])
-        self.buffer = backend.buffer_type.alloc_buffer(int(places[-1]), Usage.WEIGHTS)  # so that decoded weights are kept, as those of models
+        self.buffer = backend.buffer_type.alloc_buffer(
+            int(places[-1]), Usage.WEIGHTS
+        )  # so that decoded weights are kept, as those of models
         for t, place in zip(tensors, places, strict=False):
             t.place(self.buffer, int(place))
         rng = np.random.default_rng(0)
@@ -74,7 +76,8 @@ def _starts(c: Context) -> dict[str, Tensor]:
     experts = {k: ops.mul_mat_id(new(k, 32, 16, EXPERTS), new("f32", 32, 1, 1), new("i32", 1, 1)) for k in TYPES}
     return {
         "ADD": ops.add(x, y), "MUL": ops.mul(x, y), "DIV": ops.div(x, y), "CLAMP": ops.clamp(x, 0.0, 1.0), "SUM_ROWS": ops.sum_rows(x),
-        "RMS_NORM": ops.rms_norm(x, 1e-5), "SWIGLU": ops.swiglu_split(x, y), "ARGSORT": ops.argsort(x), "CONT": ops.cont(ops.transpose(many)),
+        "RMS_NORM": ops.rms_norm(x, 1e-5), "SWIGLU": ops.swiglu_split(x, y), "ARGSORT": ops.argsort(x),
+        "CONT": ops.cont(ops.transpose(many)),
         "SOFT_MAX": ops.soft_max_ext(new("f32", 16, 1, 4), new("f32", 16, 1), 0.5), "ROPE": ops.rope(new("f32", 16, 4, 1), one, 16),
         "GET_ROWS": ops.get_rows(new("f16", 16, EXPERTS), one), "SET_ROWS": ops.set_rows(new("f32", 16, 4), new("f32", 16, 1), cell),
         "MUL_MAT f32": ops.mul_mat(ops.permute(new("f32", 16, 2, 16), 0, 2, 1, 3), ops.permute(new("f32", 16, 4, 1), 0, 2, 1, 3)),
@@ -109,9 +112,10 @@ class Calibration:
         f16, quantised = s.flops_of.get("f16", s.flops), s.flops_of.get("q4_0", s.flops)
         figures: dict[str, float] = {"capacity": self.capacity, "memory": s.memory, "f32": s.flops, "f16": f16, "quantised": quantised,
                                      "vector": s.vector or s.flops, "link": s.link, "pageable": s.pageable or s.link,
-                                     "launch_ns": s.launch_ns, "expert_ns": s.expert_ns, "link_ns": s.link_ns, "sync_ns": s.sync_ns}  # fmt: skip
+                                     "launch_ns": s.launch_ns, "expert_ns": s.expert_ns, "link_ns": s.link_ns,
+                                     "sync_ns": s.sync_ns}  # fmt: skip
         lines = [f"[{name}]", f'title = "{self.title}"', f'kind = "{self.kind}"']
-        lines += [f'{k} = [{v:.6g}, "measured: {self.how.get(k, "see calibrate.py")}"]' if k != "capacity" else f'capacity = [{int(v)}, "as the system says"]'
+        lines += [f'{k} = [{v:.6g}, "measured: {self.how.get(k, "see calibrate.py")}"]'
                   for k, v in figures.items() if k != "capacity" or v]  # fmt: skip
         starts = ", ".join(f'"{op}" = {ns}' for op, ns in s.starts.items())
         return "\n".join([*lines, f"starts = {{ {starts} }}", *(["unpacked = true"] if s.unpacked else [])]) + "\n"
@@ -121,7 +125,8 @@ HOW = {
     "memory": "ADD of two arrays of 16 MiB", "f32": "a product of 128 x 128 and 128 x 64", "f16": "the same with f16 weights",
     "quantised": "the same with q4_0 weights", "vector": "SOFT_MAX of 512 rows of 256", "link": "a copy of 16 MiB",
     "pageable": "a copy of 16 MiB out of ordinary memory", "launch_ns": "ADD of 16 numbers; starts: other ops on as few",
-    "expert_ns": "MUL_MAT_ID with 16 experts of 128 x 64, per expert, without its arithmetic", "link_ns": "a copy of 4 bytes", "sync_ns": "waiting for nothing",
+    "expert_ns": "MUL_MAT_ID with 16 experts of 128 x 64, per expert, without its arithmetic", "link_ns": "a copy of 4 bytes",
+    "sync_ns": "waiting for nothing",
 }  # fmt: skip
 
 
@@ -132,7 +137,9 @@ class Calibrator:
         self.backend = backend or CpuBackend()
         self.context = Context(2**20, no_alloc=True, name="calibration")
         with self.context.active():
-            self.benches = {name: Bench(self.backend, node) for name, node in (_starts(self.context) | _large(self.context)).items()}
+            self.benches = {
+                name: Bench(self.backend, node) for name, node in (_starts(self.context) | _large(self.context)).items()
+            }
         self._copies: dict[str, float] = {}
         self._buffer = self.backend.buffer_type.alloc_buffer(COPY)
         self._pageable = np.zeros(COPY, np.uint8)
@@ -174,11 +181,15 @@ class Calibrator:
         latency = c.get("link_ns", 0.0)
         rates = {k: COPY / max(c[k] - latency, 1.0) for k in ("link", "pageable") if k in c}
         speed = Speed(launch_ns=int(start), flops=products["f32"], memory=b["memory"].rate("moved", start), flops_of=types,
-                      vector=b["vector"].rate("flops", starts["SOFT_MAX"]), starts=starts, unpacked=self.backend.device_type is DeviceType.CPU,
-                      expert_ns=int(max(b["experts"].best - starts["MUL_MAT_ID f16"] - experts, 0) / EXPERTS), link_ns=int(latency), sync_ns=int(c.get("sync_ns", 0.0)),
+                      vector=b["vector"].rate("flops", starts["SOFT_MAX"]), starts=starts,
+                      unpacked=self.backend.device_type is DeviceType.CPU,
+                      expert_ns=int(max(b["experts"].best - starts["MUL_MAT_ID f16"] - experts, 0) / EXPERTS), link_ns=int(latency),
+                      sync_ns=int(c.get("sync_ns", 0.0)),
                       **rates)  # fmt: skip
         kind = "CPU" if self.backend.device_type is DeviceType.CPU else "GPU"
-        title = f"{self.backend.name} of this machine ({platform.machine()}, {platform.system()}), kernels of the workbench"
+        title = (
+            f"{self.backend.name} of this machine ({platform.machine()}, {platform.system()}), kernels of the workbench"
+        )
         return Calibration(title, kind, speed, 0, dict(HOW))
 
     def close(self) -> None:

@@ -28,7 +28,8 @@ class Speed:
 
     launch_ns: what each kernel takes beside its work; starts: the same by op ("SOFT_MAX") or op and type of its first source ("MUL_MAT
     f16"), where it differs; expert_ns: and once more for each expert inside of MUL_MAT_ID. flops: of products;
-    flops_of: the same by the type of the weights, where it differs. vector: operations of everything else (None: as products). memory: bytes.
+    flops_of: the same by the type of the weights, where it differs. vector: operations of everything else (None: as products).
+    memory: bytes.
     link: bytes to and from the host, pageable: out of or into host memory that is not pinned (None: the same); link_ns: what each
     transfer costs beside its bytes. sync_ns: what it costs the host to wait for the device.
     unpacked: products read weights as f32, decoded once and kept, as our CPU does.
@@ -53,7 +54,11 @@ class Speed:
         if spec is None:
             return {"starting kernels": 0, "arithmetic": 0, "memory": 0}
         rate, first = self.vector or self.flops, next(node.sources(), node)
-        start = self.starts.get(f"{node.desc} {first.dtype.name}", self.starts.get(node.desc, self.launch_ns)) if self.starts else self.launch_ns
+        start = (
+            self.starts.get(f"{node.desc} {first.dtype.name}", self.starts.get(node.desc, self.launch_ns))
+            if self.starts
+            else self.launch_ns
+        )
         moved = spec.moved(node)
         weights = node.src[0] if node.op in ("MUL_MAT", "MUL_MAT_ID", "OUT_PROD") else None
         if weights is not None:
@@ -62,8 +67,16 @@ class Speed:
             experts = min(weights.ne[2], ids.n_elements) if ids is not None else 0
             start += self.expert_ns * experts
             if self.unpacked:
-                moved += (4 * weights.n_elements - weights.nbytes) * experts // weights.ne[2] if ids is not None else 4 * weights.n_elements - weights.nbytes
-        return {"starting kernels": start, "arithmetic": int(spec.flops(node) / rate), "memory": int(moved / self.memory)}
+                moved += (
+                    (4 * weights.n_elements - weights.nbytes) * experts // weights.ne[2]
+                    if ids is not None
+                    else 4 * weights.n_elements - weights.nbytes
+                )
+        return {
+            "starting kernels": start,
+            "arithmetic": int(spec.flops(node) / rate),
+            "memory": int(moved / self.memory),
+        }
 
     def compute_ns(self, node: Tensor) -> int:
         """Time of one node: its start, and arithmetic or memory, whichever takes longer (a roofline)."""
@@ -93,7 +106,8 @@ NUMBERS = {"launch_ns", "expert_ns", "link_ns", "sync_ns", "capacity"}
 class Preset:
     """A device with the source of each of its figures.
 
-    kind: "GPU", "CPU", "BLAS" (an accelerator that works on host memory) or "cards", which only names others; capacity: bytes of its memory, 0 for unknown. sources:
+    kind: "GPU", "CPU", "BLAS" (an accelerator that works on host memory) or "cards", which only names others; capacity: bytes of its
+    memory, 0 for unknown. sources:
     where each figure comes from; reached: shares of peak figures that real programs see, by figure.
     """
 
@@ -111,9 +125,24 @@ class Preset:
         """A line per figure: name, value and unit, share that is reached, source."""
         out = []
         for key, value in self.figures.items():
-            unit = "bytes" if key == "capacity" else "ns" if key.endswith("_ns") else "GB/s" if key in ("link", "pageable", "memory") else "GFLOP/s"
+            unit = (
+                "bytes"
+                if key == "capacity"
+                else "ns"
+                if key.endswith("_ns")
+                else "GB/s"
+                if key in ("link", "pageable", "memory")
+                else "GFLOP/s"
+            )
             share = self.reached.get(key, 1.0)
-            out.append((key, f"{value:,.4g} {unit}" if unit != "bytes" else f"{int(value):,} bytes", f"{share:.0%}", self.sources[key]))
+            out.append(
+                (
+                    key,
+                    f"{value:,.4g} {unit}" if unit != "bytes" else f"{int(value):,} bytes",
+                    f"{share:.0%}",
+                    self.sources[key],
+                )
+            )
         return out
 
 
@@ -130,7 +159,9 @@ def _presets(path: Path) -> Mapping[str, Preset]:
         data = tomllib.loads(path.read_text("utf-8"))
         return {name: _preset(name, table) for name, table in data.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
-        raise FileFormatError(f"{shown(path)} holds no presets: {type(e).__name__}: {e}", "tables like those of presets.toml") from None
+        raise FileFormatError(
+            f"{shown(path)} holds no presets: {type(e).__name__}: {e}", "tables like those of presets.toml"
+        ) from None
 
 
 def _preset(name: str, table: dict[str, Any]) -> Preset:
@@ -141,7 +172,9 @@ def _preset(name: str, table: dict[str, Any]) -> Preset:
         return Preset(name, str(table["title"]), "cards", 0, GPU, {}, {}, {}, tuple(table["cards"]))
     unknown = table.keys() - figures.keys() - {"title", "kind", "reached", "starts", "unpacked"}
     if unknown or not reached.keys() <= figures.keys():
-        raise ValueError(f"preset {name} has unknown figures {', '.join(sorted(unknown | reached.keys() - figures.keys()))}")
+        raise ValueError(
+            f"preset {name} has unknown figures {', '.join(sorted(unknown | reached.keys() - figures.keys()))}"
+        )
     real = {k: v * reached.get(k, 1.0) for k, v in figures.items()}
     types = {t: real["f16"] for t in ("f16", "bf16") if "f16" in real}
     if "quantised" in real:
@@ -149,8 +182,11 @@ def _preset(name: str, table: dict[str, Any]) -> Preset:
     numbers = {k: int(real[k]) for k in NUMBERS & real.keys() - {"capacity"}}
     rates = {k: real[k] for k in ("memory", "link", "pageable", "vector") if k in real}
     starts = {str(k): int(v) for k, v in table.get("starts", {}).items()}
-    speed = Speed(flops=real["f32"], flops_of=types, starts=starts, unpacked=bool(table.get("unpacked")), **rates, **numbers)  # type: ignore[arg-type]
-    return Preset(name, str(table["title"]), str(table["kind"]), int(real.get("capacity", 0)), speed, figures, sources, reached)
+    given: dict[str, Any] = {**rates, **numbers}
+    speed = Speed(flops=real["f32"], flops_of=types, starts=starts, unpacked=bool(table.get("unpacked")), **given)
+    return Preset(
+        name, str(table["title"]), str(table["kind"]), int(real.get("capacity", 0)), speed, figures, sources, reached
+    )
 
 
 def _quantised() -> list[str]:
@@ -164,7 +200,9 @@ def preset(name: str) -> Preset:
     if name.endswith(".toml"):
         found = presets(Path(name))
         if len(found) != 1:
-            raise FileFormatError(f"{shown(name)} holds {len(found)} presets", "one", "a file that `doctor --calibrate` wrote")
+            raise FileFormatError(
+                f"{shown(name)} holds {len(found)} presets", "one", "a file that `doctor --calibrate` wrote"
+            )
         return next(iter(found.values()))
     known = presets()
     if name not in known:

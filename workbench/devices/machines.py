@@ -38,7 +38,9 @@ def preset_names(text: str) -> list[cost.Preset]:
     order = {"GPU": 0, "BLAS": 1, "CPU": 2}
     found = sorted(named, key=lambda p: order[p.kind])
     if sum(p.kind == "CPU" for p in found) > 1 or sum(p.kind == "BLAS" for p in found) > 1 or len(found) > MOST_CARDS:
-        raise ParameterError(f"devices {shown(text)!r}", f"at most {MOST_CARDS} devices, one accelerator and one CPU among them")
+        raise ParameterError(
+            f"devices {shown(text)!r}", f"at most {MOST_CARDS} devices, one accelerator and one CPU among them"
+        )
     return found if found[-1].kind == "CPU" else [*found, cost.preset(HOST)]
 
 
@@ -54,16 +56,24 @@ def preset_machine(names: str, memory: int | None = None, *, host_memory: int | 
     cards = sum(p.kind == "GPU" for p in wanted)
     machine = make_machine(trace)
     host_speed = wanted[-1].speed
-    host = make_memory(machine, HOST_MEMORY.name, HOST_MEMORY.alignment, is_host=True, capacity=host_memory, speed=host_speed)
+    host = make_memory(
+        machine, HOST_MEMORY.name, HOST_MEMORY.alignment, is_host=True, capacity=host_memory, speed=host_speed
+    )
     beside: dict[str, Any] = {"reads": [HOST_HANDED_IN.name], "events": False, "async_copy": False, "async_io": False}
     out: list[SimulatedDevice] = []
     for i, p in enumerate(wanted):
         if p.kind == "GPU":
             name = "GPU" if cards == 1 else f"GPU{i}"
             kind = make_memory(machine, name, capacity=memory or p.capacity or None, speed=p.speed)
-            out.append(make_device(machine, name, kind, offload_min_batch=offload_min_batch, **{"speed": p.speed, **abilities}))
+            out.append(
+                make_device(machine, name, kind, offload_min_batch=offload_min_batch, **{"speed": p.speed, **abilities})
+            )
         elif p.kind == "BLAS":
-            out.append(make_blas(machine, "BLAS", host, DeviceType.ACCEL, allow_ops=["MUL_MAT"], waits=False, speed=p.speed, **beside))
+            out.append(
+                make_blas(
+                    machine, "BLAS", host, DeviceType.ACCEL, allow_ops=["MUL_MAT"], waits=False, speed=p.speed, **beside
+                )
+            )
         else:
             out.append(make_device(machine, "CPU", host, DeviceType.CPU, speed=p.speed, **beside))
     return out

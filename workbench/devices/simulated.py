@@ -129,7 +129,8 @@ class DeviceBuffer:
         start = self.buffer_type.now
         self.buffer_type.transfer(tensor.nbytes)
         if trace is not None:
-            trace.add("copy_buffer", start, self.buffer_type.now, memory=self.name, name=tensor.name, copy=copy.name, bytes=tensor.nbytes, done=1)
+            trace.add("copy_buffer", start, self.buffer_type.now, memory=self.name, name=tensor.name, copy=copy.name, bytes=tensor.nbytes,
+                      done=1)  # fmt: skip
         _move(tensor, copy)
         return True
 
@@ -403,7 +404,8 @@ class SimulatedDevice(Backend):
             assert isinstance(source, SimulatedDevice)
             self._count_copy(copy)
             source.free_at = max(source.free_at, self._open_at)
-            source._ask(max(d.speed.transfer_ns(tensor.nbytes) for d in (self, source)), copy.name, lambda: _move(tensor, copy), tensor.nbytes)
+            ns = max(d.speed.transfer_ns(tensor.nbytes) for d in (self, source))  # the slower of two links
+            source._ask(ns, copy.name, lambda: _move(tensor, copy), tensor.nbytes)
             self.free_at = max(self.free_at, source.free_at)
         return done
 

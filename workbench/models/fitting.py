@@ -66,17 +66,23 @@ class Fit:
             return f"FITS: all of {name} lies on the card."
         lacking = {c.question: c.needed - c.available for c in self.checks if not c.holds}
         if self.fits == "split":
-            slow = [" It cannot pin all of them: copies from there are slow."] if any(q.startswith("pinned") for q in lacking) else []
+            slow = (
+                [" It cannot pin all of them: copies from there are slow."]
+                if any(q.startswith("pinned") for q in lacking)
+                else []
+            )
             if any(q.startswith("besides") for q in lacking):
-                slow.append(" The card has no room for the experts of a token: only the host can compute them when decoding.")
+                slow.append(
+                    " The card has no room for the experts of a token: only the host can compute them when decoding."
+                )
             return (f"FITS WITH EXPERTS ON THE HOST: {name} does not fit on the card as a whole, but all except its experts does, and "
                     f"the host holds these.{''.join(slow)}")  # fmt: skip
         hard = [c for c in self.checks if not c.holds and c.hard] or [c for c in self.checks if not c.holds]
         return f"DOES NOT FIT: {'; '.join(f'{c.question}: {c.needed - c.available:,} bytes too many' for c in hard)}."
 
 
-def fit(which: str | os.PathLike[str], vram: int, ram: int, link: float, *, pinned: int | None = None, context: int = 4096, batch: int = 512,
-        ram_speed: float = 58e9, vram_speed: float | None = None, kv: str = "f16") -> Fit:  # fmt: skip
+def fit(which: str | os.PathLike[str], vram: int, ram: int, link: float, *, pinned: int | None = None, context: int = 4096,
+        batch: int = 512,        ram_speed: float = 58e9, vram_speed: float | None = None, kv: str = "f16") -> Fit:  # fmt: skip
     """Account for a model on one card of `vram` bytes, a host of `ram` bytes and a link of `link` bytes per second.
 
     pinned: bytes that the host lets be pinned (default: half of ram). ram_speed, vram_speed: bytes per second of the two memories.
@@ -95,20 +101,25 @@ def fit(which: str | os.PathLike[str], vram: int, ram: int, link: float, *, pinn
         n_used = file.metadata.get(f"{file.architecture}.expert_used_count", 0)
         architecture = file.architecture
         if not experts:
-            notes.append("No merged experts: the model is dense, or keeps experts one by one. Layers can be divided with -ngl: see `schedule`.")
+            notes.append(
+                "No merged experts: the model is dense, or keeps experts one by one. Layers can be divided with -ngl: see `schedule`."
+            )
     pinned = ram // 2 if pinned is None else pinned
     fixed = dense + cache + compute
     needs = [Need("dense weights, shared experts, output", dense, "card"), Need(f"KV cache, {context:,} cells, {kv}", cache, "card"),
-             Need(f"compute memory, {batch:,} tokens at once", compute, "card"), Need(f"experts of one token ({n_used} in each layer)", active, "card"),
+             Need(f"compute memory, {batch:,} tokens at once", compute, "card"),
+             Need(f"experts of one token ({n_used} in each layer)", active, "card"),
              Need("all experts", experts, "host"), Need("embedding", embedding, "host")]  # fmt: skip
     checks = [
         Check("everything on the card", fixed + experts <= vram, fixed + experts, vram, "experts on the host, below", not experts),
         Check("all experts and the embedding in the host's memory", experts + embedding <= ram, experts + embedding, ram,
-              f"more memory, or weights at {ram / max(experts + embedding, 1):.0%} of their present bits: else they are read from disk at each token"),
-        Check("pinned memory for all experts", experts <= pinned, experts, pinned, "leave them pageable; copies then go through a small pinned piece, at about a third of the speed", False),
+              f"more memory, or weights at {ram / max(experts + embedding, 1):.0%} of their bits, else they come from disk each time"),
+        Check("pinned memory for all experts", experts <= pinned, experts, pinned,
+              "leave them pageable; copies then go through a small pinned piece, at about a third of the speed", False),
         Check("all except the experts on the card", fixed <= vram, fixed, vram,
               "fewer cells of context, a smaller batch, or fewer layers on the card (-ngl)"),
-        Check("besides, the experts of one token on the card", fixed + active <= vram, fixed + active, vram, "let the host compute them (--cpu-moe)", False),
+        Check("besides, the experts of one token on the card", fixed + active <= vram, fixed + active, vram,
+              "let the host compute them (--cpu-moe)", False),
     ]  # fmt: skip
     holds = [c.holds for c in checks]
     fits = "card" if holds[0] and embedding <= ram else "split" if experts and holds[1] and holds[3] else "no"
@@ -140,25 +151,53 @@ def _plain_cache(file: GGUFFile, context: int, kv: str, notes: list[str]) -> int
     return layers * n_kv * widths * (2 if kv == "f16" else 4) * context
 
 
-def _bounds(fits: str, dense: int, cache: int, experts: int, active: int, room: int, link: float, ram_speed: float, vram_speed: float | None,
-            notes: list[str]) -> list[Bound]:  # fmt: skip
+def _bounds(fits: str, dense: int, cache: int, experts: int, active: int, room: int, link: float, ram_speed: float,
+            vram_speed: float | None,            notes: list[str]) -> list[Bound]:  # fmt: skip
     if fits == "no":
         return []
     out = []
-    on_card = (dense + active) / vram_speed if vram_speed and fits == "card" else dense / vram_speed if vram_speed else 0.0
+    on_card = (
+        (dense + active) / vram_speed if vram_speed and fits == "card" else dense / vram_speed if vram_speed else 0.0
+    )
     notes.append("A driver and its libraries take some hundred MiB of a card besides.")
     if vram_speed is None:
         notes.append("Reading weights on the card is counted as free: --vram-speed says how fast it is.")
     if fits == "card":
         if vram_speed:
-            out.append(Bound("all weights read on the card", 1 / max(on_card, 1e-12), dense + active, vram_speed, "memory of the card"))
+            out.append(
+                Bound(
+                    "all weights read on the card",
+                    1 / max(on_card, 1e-12),
+                    dense + active,
+                    vram_speed,
+                    "memory of the card",
+                )
+            )
         return out
-    out.append(Bound("the host computes the experts (llama.cpp --cpu-moe)", 1 / (active / ram_speed + on_card), active, ram_speed, "memory of the host"))
+    out.append(
+        Bound(
+            "the host computes the experts (llama.cpp --cpu-moe)",
+            1 / (active / ram_speed + on_card),
+            active,
+            ram_speed,
+            "memory of the host",
+        )
+    )
     if room < active:
         return out
     out.append(Bound("experts are copied at each token", 1 / (active / link + on_card), active, link, "link"))
     share = min(max(room, 0) / max(experts, 1), 1.0)
     missed = active * (1 - share)
-    out.append(Bound(f"{share:.0%} of the experts stay on the card, the rest is copied (routes even)", 1 / max(missed / link + on_card, 1e-12), missed, link, "link"))
-    notes.append("Real routers repeat themselves: a cache of experts can do better than with even routes. No bound counts the start of kernels.")
+    out.append(
+        Bound(
+            f"{share:.0%} of the experts stay on the card, the rest is copied (routes even)",
+            1 / max(missed / link + on_card, 1e-12),
+            missed,
+            link,
+            "link",
+        )
+    )
+    notes.append(
+        "Real routers repeat themselves: a cache of experts can do better than with even routes. No bound counts the start of kernels."
+    )
     return out

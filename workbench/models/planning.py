@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from workbench.devices import DeviceType
-from workbench.devices.plan import needs_work
 from workbench.devices.planned import PlannedMachine, planned_file, planned_machine
 from workbench.devices.simulated import SimulatedDevice
 from workbench.errors import ModelError, ParameterError, shown
@@ -25,77 +24,15 @@ from workbench.models.hparams import ARCHITECTURES
 from workbench.models.kv_cache import PAD_KV, KVCache
 from workbench.models.model import Model
 from workbench.models.offload import PlacedModel, place_weights
-from workbench.models.transformer import StepGraph, build_step
+from workbench.models.phases import Phase, run_phase
+from workbench.models.transformer import build_step
 from workbench.moe import RouteTrace
 from workbench.scheduler import Scheduler
 from workbench.tensors import Tensor
 from workbench.tensors.context import padded
-from workbench.trace import Trace
 
 EXPERTS = r"\.ffn_(up|down|gate|gate_up)_(ch|)exps"
 """Names of merged experts (`LLM_FFN_EXPS_REGEX`): what `--n-cpu-moe` keeps on the host."""
-COPIES = {"set_async": "device", "copy_async": "target", "set": "memory", "get": "memory", "get_async": "device", "copy_buffer": "memory"}
-"""Events that move bytes, and the field that names the memory on the far side of the host."""
-
-
-class Way(NamedTuple):
-    """Bytes that went from one device to another in one run: what they were, in how many copies, and the time these took."""
-
-    source: str
-    target: str
-    kind: str  # weights, activations, inputs or ids
-    nbytes: int
-    copies: int
-    ns: int
-
-
-class Work(NamedTuple):
-    """Time that one device computed in one run, by what it computed, the bytes it read and wrote for that, and what most of the time
-    goes into: "starting kernels", "memory" or "arithmetic"."""
-
-    device: str
-    kind: str
-    nodes: int
-    ns: int
-    moved: int
-    flops: int
-    bound: str
-
-
-@dataclass
-class Phase:
-    """One run of one graph: tokens in it, cells of the cache that it looks at, splits, copies, work and the virtual time of all."""
-
-    name: str
-    n_tokens: int
-    n_kv: int
-    splits: list[tuple[str, int, list[tuple[str, int]], str]]  # backend, nodes, inputs with their bytes, why it begins
-    ways: list[Way]
-    work: list[Work]
-    ns: int
-    trace: Trace
-
-    @property
-    def copied(self) -> int:
-        """Bytes that went from one device to another."""
-        return sum(w.nbytes for w in self.ways)
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Speed by the cost model."""
-        return self.n_tokens * 1e9 / max(self.ns, 1)
-
-    def largest_cost(self) -> str:
-        """The largest cost in a sentence."""
-        what = "a decoded token" if self.n_tokens == 1 else f"a prompt of {self.n_tokens:,} tokens"
-        work, way = max(self.work, key=lambda w: w.ns, default=None), max(self.ways, key=lambda w: w.ns, default=None)
-        if way is not None and (work is None or way.ns > work.ns):
-            return (f"The largest cost of {what} is copying {way.kind} from {way.source} to {way.target}: {duration(way.ns)} of {duration(self.ns)} "
-                    f"({way.ns / max(self.ns, 1):.0%}), for {way.nbytes:,} bytes in {way.copies} copies.")  # fmt: skip
-        if work is None:
-            return "Nothing is computed."
-        return (f"The largest cost of {what} is {work.kind} on {work.device}: {duration(work.ns)} of {duration(self.ns)} "
-                f"({work.ns / max(self.ns, 1):.0%}), most of it {_BOUNDS[work.bound].format(w=work)}.")
 
 
 class Device(NamedTuple):
@@ -133,9 +70,7 @@ class SchedulePlan:
 
     def to_dict(self) -> dict[str, Any]:
         """Everything but the traces, as plain data."""
-        phases = [{**{k: v for k, v in vars(p).items() if k != "trace"}, "ways": [w._asdict() for w in p.ways], "work": [w._asdict() for w in p.work],
-                   "tokens_per_second": p.tokens_per_second, "largest_cost": p.largest_cost(),
-                   "splits": [dict(zip(("backend", "nodes", "inputs", "cause"), s, strict=True)) for s in p.splits]} for p in self.phases]  # fmt: skip
+        phases = [p.to_dict() for p in self.phases]
         return {**vars(self), "devices": [d._asdict() for d in self.devices], "phases": phases}
 
     def overflows(self) -> list[tuple[Device, int]]:
@@ -160,7 +95,9 @@ def plan_schedule(which: str | os.PathLike[str] | GGUFFile, devices: str, *, n_g
     own = not isinstance(which, GGUFFile)
     file = open_gguf(which) if not isinstance(which, GGUFFile) else which
     try:
-        return _Planner(file, devices, memory, mmap).plan(n_gpu_layers, overrides or {}, n_cpu_moe, min(batch, context), context, kv, routes)
+        return _Planner(file, devices, memory, mmap).plan(
+            n_gpu_layers, overrides or {}, n_cpu_moe, min(batch, context), context, kv, routes
+        )
     finally:
         if own:
             file.close()
@@ -170,14 +107,18 @@ class _Planner:
     """The devices and the file while a plan is made."""
 
     def __init__(self, file: GGUFFile, names: str, memory: int | None, mmap: bool) -> None:
-        self.file, self.notes, self.routes = file, list[str](), None
+        self.file, self.notes = file, list[str]()
+        self.routes: _Routes | None = None
         self.backends: list[SimulatedDevice] = planned_machine(names, memory)
-        self.machine = self.backends[0].machine
-        assert isinstance(self.machine, PlannedMachine)
+        machine = self.backends[0].machine
+        assert isinstance(machine, PlannedMachine)
+        self.machine = machine
         self.gpus = [b for b in self.backends if b.device_type is DeviceType.GPU]
         self.weights = planned_file(file.storage.size, file.path.name)
         if mmap and self.gpus:
-            self.notes.append("Weights on the host stay in the mapped file, which is pageable: copies from there are slow; --no-mmap pins them.")
+            self.notes.append(
+                "Weights on the host stay in the mapped file, which is pageable: copies from there are slow; --no-mmap pins them."
+            )
         elif self.gpus:
             self.machine.pinned[self.weights._byte.ctypes.data] = 1
 
@@ -190,7 +131,19 @@ class _Planner:
             raise ParameterError(f"n_cpu_moe={n_cpu_moe!r}", "0 to 512 layers")
         rules |= {rf"blk\.{i}{EXPERTS}": "CPU" for i in range(min(n_cpu_moe, n_layer))}
         experts, active = expert_bytes(self.file)
-        out = SchedulePlan(self.file.name, self.file.architecture, [], [], n, n_layer, False, padded(context, PAD_KV), experts, active, self.notes)
+        out = SchedulePlan(
+            self.file.name,
+            self.file.architecture,
+            [],
+            [],
+            n,
+            n_layer,
+            False,
+            padded(context, PAD_KV),
+            experts,
+            active,
+            self.notes,
+        )
         if self.file.architecture not in ARCHITECTURES:
             return self._bytes_only(out, n, rules)
         model = Model(self.file)
@@ -199,7 +152,8 @@ class _Planner:
                 weight.place(self.weights, weight.offset)
             self.machine.routes = self.routes = _Routes(model, routes, batch) if model.hparams.moe_layers else None
             shares = [float(b.buffer_type.limit or 1) for b in self.gpus] if len(self.gpus) > 1 else None  # type: ignore[attr-defined]
-            with place_weights(model, self.backends, n, rules, shares) as placed:
+            placed = place_weights(model, self.backends, n, rules, shares)
+            with placed:
                 self._schedule(out, placed, rules, batch, context, kv)
         finally:
             model.context.close()
@@ -216,7 +170,9 @@ class _Planner:
                 self.notes.append("-ngl has no effect: there is no GPU among the devices.")
             return 0
         if wanted is not None and wanted > n_layer + 1:
-            self.notes.append(f"-ngl {wanted} means {n_layer + 1}: the model has {n_layer} layers, and the output counts as one more.")
+            self.notes.append(
+                f"-ngl {wanted} means {n_layer + 1}: the model has {n_layer} layers, and the output counts as one more."
+            )
         return n_layer + 1 if wanted is None else min(wanted, n_layer + 1)
 
     @staticmethod
@@ -224,19 +180,28 @@ class _Planner:
         try:
             re.compile(pattern)
         except re.error as e:
-            raise ParameterError(f"override {pattern!r}", "a regular expression, found anywhere in a tensor's name", str(e)) from None
+            raise ParameterError(
+                f"override {pattern!r}", "a regular expression, found anywhere in a tensor's name", str(e)
+            ) from None
         return pattern
 
     def _known_device(self, name: str) -> str:
         for b in self.backends:
-            if b.device_type is not DeviceType.ACCEL and name.upper().replace("CUDA", "GPU") in (b.name, f"{b.name}0" if b.name == "GPU" else b.name):
+            if b.device_type is not DeviceType.ACCEL and name.upper().replace("CUDA", "GPU") in (
+                b.name,
+                f"{b.name}0" if b.name == "GPU" else b.name,
+            ):
                 return b.name
         known = ", ".join(b.name for b in self.backends if b.device_type is not DeviceType.ACCEL)
-        raise ParameterError(f"override to {shown(name)!r}", f"one of {known}", "--override-tensor '_exps=CPU', for example")
+        raise ParameterError(
+            f"override to {shown(name)!r}", f"one of {known}", "--override-tensor '_exps=CPU', for example"
+        )
 
     # ---- the plan
 
-    def _schedule(self, out: SchedulePlan, placed: PlacedModel, rules: Mapping[str, str], batch: int, context: int, kv: str) -> None:
+    def _schedule(
+        self, out: SchedulePlan, placed: PlacedModel, rules: Mapping[str, str], batch: int, context: int, kv: str
+    ) -> None:
         several = sum(b.device_type is DeviceType.GPU for b in self.backends) > 1
         out.pipelined = several and out.n_gpu_layers > out.n_layer and not rules
         cache = KVCache(placed.hparams, context, placed.layer_types, kv)
@@ -249,7 +214,7 @@ class _Planner:
             for i, b in enumerate(self.backends):
                 compute[b.buffer_type.name] += scheduler.buffer_size(i)
             weights = self._weights(placed)
-            out.devices = [Device(b.name, _title(b), weights.get(b.name, 0), self._kv(cache, b), compute[b.buffer_type.name], self._capacity(b))
+            out.devices = [Device(b.name, _title(b), weights.get(b.name, 0), self._kv(cache, b), compute[b.buffer_type.name], _capacity(b))
                            for b in self.backends if b.device_type is not DeviceType.ACCEL]  # fmt: skip
             for name, n, past in (("prefill", batch, 0), ("decode", 1, min(batch, cache.n_ctx - 1))):
                 if self.routes is not None:
@@ -271,10 +236,6 @@ class _Planner:
             out[home.name] += placed.weights[name].nbytes if name in placed.weights else 0
         return out
 
-    @staticmethod
-    def _capacity(b: SimulatedDevice) -> int:
-        return getattr(b.buffer_type, "limit", None) or 0
-
     def _bytes_only(self, out: SchedulePlan, n: int, rules: Mapping[str, str]) -> SchedulePlan:
         """An architecture that nobody builds graphs for: where its weights would go, by their names."""
         first, share = out.n_layer + 1 - n, out.n_layer + 1 - max(out.n_layer + 1 - n, 0)
@@ -284,20 +245,33 @@ class _Planner:
             layer = re.match(r"blk\.(\d+)\.", info.name)
             i = int(layer[1]) if layer else out.n_layer if info.name.startswith("output") else -1
             on_card = self.gpus and i >= first
-            totals[rule or (self.gpus[min((i - first) * len(self.gpus) // max(share, 1), len(self.gpus) - 1)].name if on_card else "CPU")] += info.nbytes
-        out.devices = [Device(b.name, _title(b), totals[b.name], 0, 0, self._capacity(b)) for b in self.backends if b.device_type is not DeviceType.ACCEL]
-        self.notes.insert(0, f"Architecture {shown(self.file.architecture)!r} has no graph builder here: bytes of weights only, no splits, no cache, "
-                             f"no times. Builders: {', '.join(ARCHITECTURES)}.")  # fmt: skip
+            totals[
+                rule
+                or (
+                    self.gpus[min((i - first) * len(self.gpus) // max(share, 1), len(self.gpus) - 1)].name
+                    if on_card
+                    else "CPU"
+                )
+            ] += info.nbytes
+        out.devices = [
+            Device(b.name, _title(b), totals[b.name], 0, 0, _capacity(b))
+            for b in self.backends
+            if b.device_type is not DeviceType.ACCEL
+        ]
+        self.notes.insert(0, f"Architecture {shown(self.file.architecture)!r} has no graph builder here: bytes of weights only, no splits, "
+                             f"no cache, no times. Builders: {', '.join(ARCHITECTURES)}.")  # fmt: skip
         return out
 
     def _remark(self, out: SchedulePlan, rules: Mapping[str, str], batch: int, routes: RouteTrace | None) -> None:
         note = self.notes.append
         if out.expert_bytes and routes is None:
-            note("Which experts tokens choose is drawn uniformly at random; real routers are less even, and a prompt then needs fewer experts.")
+            note(
+                "Which experts tokens choose is drawn uniformly at random; real routers are less even: a prompt then needs fewer experts."
+            )
         on_host = any(b.name == "CPU" and w for b, w in ((d, d.weights) for d in out.devices))
         if self.gpus and on_host:
-            note("A card takes over products whose weights lie on the host from 32 tokens in a batch on, and then copies them in at each run "
-                 "(op offload); a single decoded token never does: the CPU computes there.")  # fmt: skip
+            note("A card takes over products whose weights lie on the host from 32 tokens in a batch on, and then copies them in at each "
+                 "run (op offload); a single decoded token never does: the CPU computes there.")  # fmt: skip
         if len(self.gpus) > 1 and not out.pipelined:
             note("No pipelining: llama.cpp wants all layers on cards" + (", and no overrides." if rules else "."))
         elif out.pipelined:
@@ -309,9 +283,15 @@ def _title(b: SimulatedDevice) -> str:
     return {DeviceType.GPU: "card", DeviceType.ACCEL: "accelerator", DeviceType.CPU: "host"}[b.device_type]
 
 
+def _capacity(b: SimulatedDevice) -> int:
+    return getattr(b.buffer_type, "limit", None) or 0
+
+
 def expert_bytes(file: GGUFFile) -> tuple[int, int]:
     """Bytes of all routed experts, and of those that one token uses; by the names of the tensors, for any architecture."""
-    merged = [t for t in file.tensors.values() if re.search(EXPERTS, t.name) and t.name.endswith(".weight") and t.ne[2] > 1]
+    merged = [
+        t for t in file.tensors.values() if re.search(EXPERTS, t.name) and t.name.endswith(".weight") and t.ne[2] > 1
+    ]
     used = file.metadata.get(f"{file.architecture}.expert_used_count", 0)
     used = used if type(used) is int else 0
     return sum(t.nbytes for t in merged), sum(t.nbytes // t.ne[2] * min(used, t.ne[2]) for t in merged)
@@ -347,96 +327,3 @@ class _Routes:
 
 def _drawn(rng: np.random.Generator, n: int, n_expert: int, k: int) -> np.ndarray:
     return np.argsort(rng.random((n, n_expert), np.float32), -1)[:, :k].astype(np.int32)
-
-
-# ---- running a phase
-
-
-def run_phase(name: str, step: StepGraph, scheduler: Scheduler, machine: Any) -> Phase:
-    """Split, place and run one graph, and sum up what happened. Inputs must be written by the caller where they matter."""
-    scheduler.reset()
-    scheduler.trace = trace = Trace("virtual")
-    try:
-        scheduler.alloc(step.graph)
-        start = machine.now
-        scheduler.compute(step.graph)
-    finally:
-        scheduler.trace = None
-    causes = [trace.described(e)["cause"] for e in trace.of("split")]
-    splits = [(scheduler.backends[s.backend].name, len(s.nodes), [(t.name, t.nbytes) for t in s.inputs], str(c))
-              for s, c in zip(scheduler.splits, causes, strict=True)]  # fmt: skip
-    n_tokens = step.inputs.tokens.ne[0]
-    n_kv = step.inputs.mask.ne[0]
-    return Phase(name, n_tokens, n_kv, splits, ways(trace, scheduler), works(scheduler, step), machine.now - start, trace)
-
-
-def ways(trace: Trace, scheduler: Scheduler) -> list[Way]:
-    """Bytes between devices in a recorded run, largest first."""
-    inputs = {t.name: t for s in scheduler.splits for t in s.inputs}
-    kinds = {name: "weights" if t.op == "NONE" and t.storage is not None and t.storage.usage.name == "WEIGHTS" else
-             "inputs" if t.op == "NONE" else "activations" for name, t in inputs.items()}  # fmt: skip
-    host = scheduler.backends[-1].name
-    busy = iter([e for e in trace.of("busy") if trace.described(e)["work"] == "copy"])
-    sums: dict[tuple[str, str, str], list[int]] = defaultdict(lambda: [0, 0, 0])
-    for event in trace.events:
-        if event.kind not in COPIES:
-            continue
-        d = trace.described(event)
-        if event.kind in ("copy_async", "copy_buffer") and not d["done"]:
-            continue
-        far = str(d[COPIES[event.kind]])
-        source = str(d["device"]) if event.kind == "copy_async" else far if event.kind.startswith("get") else host
-        target = host if event.kind.startswith("get") else far
-        if source == target:
-            continue
-        name = str(d["copy"] if "copy" in d else d["name"])
-        name = name.split("#")[1] if name.count("#") > 1 else name
-        kind = "ids" if event.kind == "get_async" else kinds.get(name, "activations")
-        took = event.end - event.start
-        if event.kind in ("set_async", "get_async", "copy_async"):
-            work = next(busy)
-            took = work.end - work.start
-        row = sums[source, target, kind]
-        row[0] += int(d["bytes"])
-        row[1] += 1
-        row[2] += took
-    return sorted((Way(*key, *row) for key, row in sums.items()), key=lambda w: -w.nbytes)
-
-
-def works(scheduler: Scheduler, step: StepGraph) -> list[Work]:
-    """Time by device and kind of work, longest first."""
-    sums: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0, 0, 0])
-    bounds: dict[tuple[str, str], dict[str, int]] = defaultdict(lambda: defaultdict(int))
-    for split in scheduler.splits:
-        backend = scheduler.backends[split.backend]
-        for node in filter(needs_work, split.nodes):
-            assert node.spec is not None
-            key = backend.name, _kind(node, step)
-            row = sums[key]
-            for i, more in enumerate((1, backend.speed.compute_ns(node), node.spec.moved(node), node.spec.flops(node))):  # type: ignore[attr-defined]
-                row[i] += more
-            for bound, ns in backend.speed.parts(node).items():  # type: ignore[attr-defined]
-                bounds[key][bound] += ns
-    return sorted((Work(*key, *row, max(bounds[key], key=lambda b: bounds[key][b])) for key, row in sums.items()), key=lambda w: -w.ns)
-
-
-def _kind(node: Tensor, step: StepGraph) -> str:
-    if node.op == "MUL_MAT_ID":
-        return "experts"
-    if node is step.logits:
-        return "output matrix"
-    name = node.name.partition("-")[0]
-    if name in ("kq", "kq_soft_max", "kqv", "kqv_mla", "v_cont"):
-        return "attention over the cache"
-    return "dense products" if node.op == "MUL_MAT" else "everything else"
-
-
-_BOUNDS = {"starting kernels": "for starting {w.nodes} kernels", "memory": "for {w.moved:,} bytes of memory", "arithmetic": "for {w.flops:,} operations"}
-
-
-def duration(ns: float) -> str:
-    """A time in the unit that suits it."""
-    for unit, size in (("s", 1e9), ("ms", 1e6), ("µs", 1e3)):
-        if ns >= size:
-            return f"{ns / size:.3g} {unit}"
-    return f"{ns:.0f} ns"

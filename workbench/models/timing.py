@@ -43,7 +43,9 @@ class _Best:
         self.ns[i] = took if best is None else min(best, took)
 
 
-def layer_times(which: str | os.PathLike[str], rounds: int = 6, backend: Backend | None = None) -> tuple[list[LayerTime], Calibration]:
+def layer_times(
+    which: str | os.PathLike[str], rounds: int = 6, backend: Backend | None = None
+) -> tuple[list[LayerTime], Calibration]:
     """Times per layer of a prompt of 64 tokens and of one decoded token, with the calibration that predicted them.
 
     Both are the best of `rounds` rounds in turns, so that a busy machine disturbs both alike.
@@ -55,7 +57,9 @@ def layer_times(which: str | os.PathLike[str], rounds: int = 6, backend: Backend
             session.decode(tokens[:PROMPT])
             session.decode(tokens[PROMPT:])
             if len(session._steps) != 2:
-                raise ModelError(f"{len(session._steps)} graphs for a prompt and a token", "two: of 64 tokens and of one")
+                raise ModelError(
+                    f"{len(session._steps)} graphs for a prompt and a token", "two: of 64 tokens and of one"
+                )
             runs = [(step, plan, _Best(len(step.graph.nodes))) for step, plan in session._steps.values()]
             for _ in range(rounds):
                 calibrator.round(copies=False)
@@ -64,7 +68,9 @@ def layer_times(which: str | os.PathLike[str], rounds: int = 6, backend: Backend
                         _fill(session, step, tokens)
                         plan.run(best)
             calibration = calibrator.result()
-            return [row for step, _, best in runs for row in _rows(model.path.stem, step, best, calibration)], calibration
+            return [
+                row for step, _, best in runs for row in _rows(model.path.stem, step, best, calibration)
+            ], calibration
     finally:
         calibrator.close()
 
@@ -95,5 +101,8 @@ def table(rows: list[LayerTime]) -> list[str]:
         mine = [r for r in rows if (r.model, r.n_tokens) == (model, n)]
         predicted, measured = sum(r.predicted for r in mine), sum(r.measured for r in mine)
         layers = [r.ratio for r in mine if isinstance(r.layer, int)]
-        lines.append(f"{model:<18}{n:>7}{predicted / 1e6:>14.2f}{measured / 1e6:>13.2f}{predicted / measured:>7.2f}  {min(layers):.2f} to {max(layers):.2f}")
+        lines.append(
+            f"{model:<18}{n:>7}{predicted / 1e6:>14.2f}{measured / 1e6:>13.2f}{predicted / measured:>7.2f}"
+            f"  {min(layers):.2f} to {max(layers):.2f}"
+        )
     return lines
