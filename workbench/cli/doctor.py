@@ -33,7 +33,7 @@ class Finding:
 
 def main(argv: list[str]) -> int:
     """Print the report; 1 when something is missing that the lessons need."""
-    args = parser().parse_args(argv)
+    args = _parser().parse_args(argv)
     if args.calibrate is not None:
         return calibrate(args.calibrate)
     findings = examine()
@@ -45,8 +45,7 @@ def main(argv: list[str]) -> int:
     return 1 if any(f.needed and not f.good for f in findings) else 0
 
 
-def parser() -> argparse.ArgumentParser:
-    """Its options."""
+def _parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog="python -m workbench doctor", description=HELP)
     p.add_argument("--calibrate", nargs="?", const="", metavar="FILE.toml",
                    help="measure this machine's CPU, and its GPU where there is one, and how well that predicts a model; write the preset")

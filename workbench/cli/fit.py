@@ -18,7 +18,7 @@ HELP = "whether a model fits on a card, and how fast it could be at most"
 
 def main(argv: list[str]) -> int:
     """Print the verdict: 0 where the model fits, 1 where it does not, 2 and one message on stderr for a wrong request."""
-    args = parser().parse_args(argv)
+    args = _parser().parse_args(argv)
     from workbench.models.fitting import fit
 
     try:
@@ -32,8 +32,7 @@ def main(argv: list[str]) -> int:
     return 1 if found.fits == "no" else 0
 
 
-def parser() -> argparse.ArgumentParser:
-    """Its options."""
+def _parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         prog="python -m workbench fit",
         description=HELP + ". Sizes: 24GiB or 24G (2**30), 24GB (10**9); speeds: 25GB/s.",

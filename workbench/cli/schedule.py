@@ -19,7 +19,7 @@ HELP = "what ggml's scheduler would do with a model on given devices"
 
 def main(argv: list[str]) -> int:
     """Run the command; 2, and one message on stderr, for a wrong request."""
-    args = parser().parse_args(argv)
+    args = _parser().parse_args(argv)
     try:
         for line in device_lines() if args.devices else _lines(args):
             print(line)
@@ -29,8 +29,7 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def parser() -> argparse.ArgumentParser:
-    """Its options, named as those of llama.cpp."""
+def _parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         prog="python -m workbench schedule",
         description=HELP + ". Reads the header of the file only, and computes nothing.",

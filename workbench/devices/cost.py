@@ -182,7 +182,7 @@ def _preset(name: str, table: dict[str, Any]) -> Preset:
     numbers = {k: int(real[k]) for k in NUMBERS & real.keys() - {"capacity"}}
     rates = {k: real[k] for k in ("memory", "link", "pageable", "vector") if k in real}
     starts = {str(k): int(v) for k, v in table.get("starts", {}).items()}
-    given: dict[str, Any] = {**rates, **numbers}
+    given: dict[str, Any] = {str(k): v for k, v in (*rates.items(), *numbers.items())}
     speed = Speed(flops=real["f32"], flops_of=types, starts=starts, unpacked=bool(table.get("unpacked")), **given)
     return Preset(
         name, str(table["title"]), str(table["kind"]), int(real.get("capacity", 0)), speed, figures, sources, reached
