@@ -33,7 +33,8 @@ HELP = "build the notebooks from lessons/, or check that they are in step"
 MAX_LINES, MAX_WORDS, MAX_BYTES, MAX_MINUTES = 15, 150, 300_000, 50
 WIDGET = "application/vnd.jupyter.widget-view+json"
 SOURCE_ONLY = {"solution", "wrong"}
-MACHINE = re.compile(r"(/home/|/root/|/Users/|/tmp/|[A-Z]:\\Users\\|site-packages)")
+MAX_COLUMNS = 112  # of code: more would be cut off at the right of a laptop's page
+MACHINE = re.compile(r"(/home/|/root/|/Users/|/tmp/|/var/folders/|[A-Z]:\\+Users\\|site-packages)")
 METADATA = {"kernelspec": {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"},
             "language_info": {"name": "python"}}  # fmt: skip
 
@@ -228,10 +229,18 @@ def lint_source(cells: list[Cell]) -> list[str]:
         lines = [line for line in cell.source.splitlines() if line.strip()]
         if cell.kind == "code" and len(lines) >= MAX_LINES:
             problems.append(f"cell {n} has {len(lines)} lines, fewer than {MAX_LINES} wanted")
+        if cell.kind not in ("code", "markdown"):
+            problems.append(f"cell {n} is {cell.kind}, neither code nor prose")
+        if cell.kind == "code" and (wide := max(map(len, lines), default=0)) > MAX_COLUMNS:
+            problems.append(f"cell {n} has a line of {wide} characters, at most {MAX_COLUMNS} wanted")
+        if _of_a_machine(cell.source):
+            problems.append(f"cell {n} names a path of one machine")
         words = len(re.findall(r"\w[\w'’.-]*", re.sub(r"^\|.*$", "", cell.source, flags=re.M))) if cell.kind == "markdown" else 0
         if words >= MAX_WORDS:
             problems.append(f"cell {n} has {words} words, fewer than {MAX_WORDS} wanted")
-        problems += [f"cell {n} has an image without alt text" for alt in re.findall(r"!\[(.*?)\]\(", cell.source) if not alt]
+        alts = re.findall(r"!\[(.*?)\]\(", cell.source) if cell.kind == "markdown" else []
+        alts += _alts(cell.source) if cell.kind == "markdown" else []
+        problems += [f"cell {n} has an image without alt text" for alt in alts if not alt.strip()]
         if cell.kind == "code" and cell.source.rstrip().endswith(";"):
             problems.append(f"cell {n} ends with a semicolon, which hides nothing under nbval")
     problems += [f"{a} and cell {a + 1} are both prose" for a in range(len(cells) - 1)
@@ -258,12 +267,31 @@ def _lint_exercises(cells: list[Cell]) -> list[str]:
         if cell.has("exercise"):
             lacking = [tag for tag in ("solution", "wrong", "check") if not list(_followers(cells, i, tag))]
             problems += [f"the exercise in cell {i} has no {tag} cell" for tag in lacking]
+            if not re.search(r"raise NotImplementedError|= \.\.\.", cell.source):
+                problems.append(f"the exercise in cell {i} is no open stub: it neither raises NotImplementedError nor leaves ...")
+            if any(_code(cell) == _code(c) for tag in ("solution", "wrong") for c in _followers(cells, i, tag)):
+                problems.append(f"the exercise in cell {i} is the same as one of its answers")
     return problems
+
+
+def _code(cell: Cell) -> str:
+    return ast.dump(ast.parse(cell.source))
 
 
 def _first_word(source: str, call: str) -> str:
     found = re.search(rf"\.{call}\(\s*['\"]([\w-]+)['\"]", source)
     return found[1] if found else "?"
+
+
+def _alts(page: str) -> list[str]:
+    """The alt text of each `<img>` of a page, "" where there is none."""
+    found = [re.search(r"""\balt\s*=\s*("[^"]*"|'[^']*')""", tag) for tag in re.findall(r"<img\b[^>]*", page, re.I)]
+    return [alt[1][1:-1] if alt else "" for alt in found]
+
+
+def _of_a_machine(text: str) -> bool:
+    """Whether it names a folder of some machine, or of this one."""
+    return bool(MACHINE.search(text)) or any(str(place) in text for place in (root(), Path.home()) if len(place.parts) > 1)
 
 
 def lint_notebook(book: dict[str, Any], size: int) -> list[str]:
@@ -276,18 +304,22 @@ def lint_notebook(book: dict[str, Any], size: int) -> list[str]:
     if widgets is not None and "state" not in widgets.get("application/vnd.jupyter.widget-state+json", {}):
         problems.append("metadata.widgets has no state")
     for n, cell in enumerate(code, 1):
+        if re.search(r"^\w+\.(predict|reveal|check)\(|^(views|widgets)\.\w+\(", "".join(cell["source"]), re.M) and not cell["outputs"]:
+            problems.append(f"[{n}] has lost its output")
         for output in cell["outputs"]:
             data = output.get("data", {})
             page = "".join(data.get("text/html", []))
             shown = "".join([*output.get("text", []), page, *data.get("text/plain", [])])
             text = re.sub(r'src="data:image/png;base64,[^"]*"', "", shown)
-            if output["output_type"] == "error" or output.get("name") == "stderr":
+            if output["output_type"] == "error" or output.get("name") == "stderr" or "Traceback (most recent call last)" in text:
                 problems.append(f"[{n}] shows an error or a warning")
             if WIDGET in data or (data and not {"text/html", "text/plain", "image/png"} >= set(data)):
                 problems.append(f"[{n}] stores {sorted(data)}")
-            if ("image/png" in data or "<img" in page) and not re.search(r'<img alt="[^"]{10,}"', page):
+            if ("image/png" in data and not _alts(page)) or any(len(alt.strip()) < 10 for alt in _alts(page)):
                 problems.append(f"[{n}] has a picture without alt text")
-            if MACHINE.search(text) or re.search(r" at 0x[0-9a-f]{6}", text):
+            if re.search(r"<(svg|script|iframe|object|embed)\b", text, re.I):
+                problems.append(f"[{n}] stores what a repository site removes: a script, a frame or inline SVG")
+            if _of_a_machine(text) or re.search(r" at 0x[0-9a-f]{6}", text, re.I):
                 problems.append(f"[{n}] shows a path or an address of the builder's machine")
     return problems
 

@@ -186,7 +186,15 @@ def test_the_good_source_is_good(tmp_path):
     ("x = 1", "\n".join(f"x{i} = 1" for i in range(15)), "has 15 lines"),
     ("# # T", "# # T\n#\n# " + "word " * 160, "words"),
     ("# # T", "# # T\n#\n# ![](a.png)", "without alt text"),
+    ("# # T", "# # T\n#\n# ![ ](a.png)", "without alt text"),
+    ("# # T", "# # T\n#\n# <IMG src='a.png'>", "without alt text"),
     ("x = 1", "x;", "semicolon"),
+    ("x = 1", f"x = '{'y' * 120}'", "characters, at most"),
+    ("x = 1", "x = open('/home/me/x')", "path of one machine"),
+    ("# # T", f"# # T\n#\n# in `{paths.PACKAGE.parent}`", "path of one machine"),
+    ("# %% [markdown]\n# ## 1", "# %% [raw]\n# words\n\n# %% [markdown]\n# ## 1", "neither code nor prose"),
+    ("def f2(): raise NotImplementedError", "def f2(): return 7", "no open stub"),
+    ("def f2(): return 2", "def f2(): raise NotImplementedError  # later", "same as one of its answers"),
     ('tags=["setup"]', 'tags=["other"]', "tagged setup"),
     ('lesson.reveal("b", 1)', 'lesson.reveal("c", 1)', "followed by its reveal"),
     (" · 5 min", "", "minutes"),
@@ -223,7 +231,12 @@ def test_the_good_notebook_is_good(book):
     (lambda b: b["cells"][1]["outputs"][0]["data"].update({"image/svg+xml": "<svg/>"}), "stores"),
     (lambda b: b["cells"][1]["outputs"][0]["data"].update({"text/html": ["<b>no</b>"]}), "alt text"),
     (lambda b: b["cells"][1]["outputs"][0]["data"].update({"text/html": ['<img src="data:image/png;base64,AA">']}), "alt text"),
+    (lambda b: b["cells"][1]["outputs"][0]["data"]["text/html"].append('<img src="data:image/png;base64,AA">'), "alt text"),   # a second one
+    (lambda b: b["cells"][1]["outputs"][0]["data"]["text/html"].append("<svg></svg>"), "removes"),
+    (lambda b: b["cells"][1].update(source=["widgets.Range()"], outputs=[]), "lost its output"),
+    (lambda b: b["cells"][1]["outputs"].append({"output_type": "stream", "name": "stdout", "text": ["Traceback (most recent call last):"]}), "error"),
     (lambda b: b["cells"][1]["outputs"][0]["data"].update({"text/plain": ["/home/me/x"]}), "machine"),
+    (lambda b: b["cells"][1]["outputs"][0]["data"].update({"text/plain": [f"{paths.PACKAGE.parent}/x"]}), "machine"),
     (lambda b: b["cells"][1]["outputs"][0]["data"].update({"text/plain": ["<F at 0x7f3a5c>"]}), "machine"),
 ])
 def test_every_rule_for_notebooks_bites(book, change, said):
