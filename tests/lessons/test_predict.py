@@ -101,6 +101,19 @@ def test_check_of_a_stub_of_a_crash_and_of_a_wrong_length(lesson):
     assert lesson.check("double", [2, 4, 10, 12], [2, 4, 10]).tone == "wrong"
 
 
+def test_a_hint_comes_with_the_first_wrong_answer_not_before(lesson):
+    assert "times two" not in repr(check(lesson, lambda x: None)) and "times two" in repr(check(lesson, lambda x: x))
+
+
+def test_what_is_no_function_or_has_odd_parts_gets_a_card_not_a_traceback(lesson):
+    assert "A function is wanted here, not 2" in check(lesson, 2).title
+    ragged = [np.array([1, 2]), np.array([0.5])]
+    assert lesson.check("double", [ragged], [([1, 2], [0.5])]).passed
+    assert not lesson.check("double", [ragged], [([1, 2], [0.5, 0.5])]).passed
+    assert not lesson.check("double", [[np.array([1, 2]), "x"]], [[[1, 2], [3]]]).passed
+    assert not lesson.check("double", [{1: 2}], [2]).passed and not lesson.check("double", [object()], [2]).passed
+
+
 def test_check_compares_arrays_and_refuses_look_alikes(lesson):
     assert lesson.check("double", np.array([2.0, 4.0]), [2, 4]).passed
     assert not lesson.check("double", ["2"], [2]).passed

@@ -80,9 +80,13 @@ class Lesson:
         """Compare an exercise with what the program itself says: step by step, up to the first difference.
 
         yours: a value, a sequence, or a function that is called with each tuple of `on`; expected: what should come out,
-        one for each. `steps` names them. An exercise not begun (NotImplementedError, ... or None) is no failure yet.
+        one for each. `steps` names them. An exercise not begun (NotImplementedError, ... or None) is no failure yet, and gets no hint:
+        that comes with the first wrong answer.
         """
         item = self._item("check", name)
+        task, hint = ("task", item["task"]), ("hint", item["hint"])
+        if on is not None and not callable(yours):
+            return Card("wrong", f"A function is wanted here, not {_text(yours)}.", [task])
         calls: list[Callable[[], Any]]
         if on is not None:
             calls, labels = [partial(yours, *args) for args in on], [", ".join(map(_text, args)) for args in on]
@@ -91,7 +95,6 @@ class Lesson:
             expected = list(expected) if isinstance(expected, (list, tuple, np.ndarray)) else [expected]
             calls, labels = [partial(_itself, v) for v in values], [f"value {i}" for i in range(max(len(values), len(expected)))]
         labels = list(steps) if steps is not None else labels
-        hint = ("hint", item["hint"])
         for i, (call, wanted) in enumerate(zip(calls, expected)):
             try:
                 got = call()
@@ -100,7 +103,7 @@ class Lesson:
             except Exception as error:  # the learner's code; what it raised is the message
                 return Card("wrong", f"Your code stopped at {labels[i]}.", [("error", f"{type(error).__name__}: {error}"), hint])
             if got is None or got is ...:
-                return Card("open", "Your turn: not begun yet.", [("task", item["task"]), hint])
+                return Card("open", "Your turn: not begun yet. A wrong answer gets a hint.", [task])
             if not _same(got, wanted, tolerance):
                 return Card("wrong", f"Not yet: the first difference is at step {i + 1} of {len(expected)}.",
                             [("step", labels[i]), ("yours", _text(got)), ("expected", _text(wanted)), hint])
@@ -152,8 +155,11 @@ def _same(a: Any, b: Any, tolerance: float = 1e-6) -> bool:
         return type(a) is type(b) and a == b
     try:
         x, y = np.asarray(a, np.float64), np.asarray(b, np.float64)
-    except (TypeError, ValueError):
-        return bool(a == b)
+    except (TypeError, ValueError):  # parts of different lengths, or no numbers
+        parts = (list, tuple, np.ndarray)
+        if isinstance(a, parts) and isinstance(b, parts):
+            return len(a) == len(b) and all(_same(x, y, tolerance) for x, y in zip(a, b))
+        return type(a) is type(b) and bool(a == b)
     return x.shape == y.shape and bool(np.allclose(x, y, rtol=tolerance, atol=0))
 
 
