@@ -98,12 +98,16 @@ lesson.predict("nodes")
 
 # %% tags=["reveal"]
 graph = state.step.graph
-formula = 1 + model.hparams.n_layer * 52 + 2 + 3
-lesson.reveal("nodes", len(graph.nodes), formula=formula, theirs=state.llama_cpp["n_nodes_decode"])
+sizes = {}                                 # nodes of each layer; -1 is what stands around the layers
+for part in state.step.segments:
+    sizes[part.layer] = sizes.get(part.layer, 0) + part.last - part.first
+lesson.reveal("nodes", len(graph.nodes), layer=sizes[2], last=sizes[5], around=sizes[-1],
+              theirs=state.llama_cpp["n_nodes_decode"])
 
 # %% [markdown]
 # A graph is legal when each node stands behind everything it reads. Every lesson checks such a rule after every run. Then look at
-# the part of layer 2 that this course is about: the router on the left chooses, the experts on the right work.
+# the part of layer 2 that this course is about, its *experts*: eight small networks of which each token uses two. `MUL_MAT` is a
+# matrix product; `MUL_MAT_ID` holds eight matrices and multiplies with those whose numbers, the *ids*, it is given.
 
 # %%
 graph = state.step.graph
@@ -112,8 +116,8 @@ assert all(place[s] < i for t, i in place.items() for s in t.sources() if s in p
 
 layer = [t for t in graph.nodes if t.name.endswith("-2") and ("moe" in t.name or "l_out" in t.name)]
 views.graph_picture(
-    layer, "The experts' weights are read by three MUL_MAT_ID nodes, and each of them takes the ids "
-    "of the chosen experts (ffn_moe_topk) as a source: the choice is data, made by the graph itself.",
+    layer, "Three MUL_MAT_ID nodes read the experts' weights, and each of them needs to be told which: "
+    "one of its sources is ffn_moe_topk, the ids. Where do these come from? Follow the lines upwards.",
     "Graph of the expert part of layer 2, top to bottom: router scores, softmax, sort, top 2; then "
     "the gate, up and down products of the chosen experts, weighted and added.")
 
@@ -187,7 +191,7 @@ views.side_by_side([
     ("parameters: formula, tensors of the file", total, model.n_params),
     ("parameters: formula, model card", total, 3_776_128),
     ("bytes: 2 per parameter, the file", 2 * total, model.path.stat().st_size),
-    ("expert bytes of one token: k/E of all, the graph", all_experts // 4, read)],
+    ("expert bytes of one token: 2/8 of all, the graph", all_experts // 4, read)],
     ("predicted", "found"), "The file is 1% larger: norms and routers are f32, and the vocabulary is in it.")
 
 # %% tags=["predict"]
@@ -355,7 +359,7 @@ lesson.check("loads", lambda: loads(experts), [expected], [()], [f"all {len(expe
 # | the router, `moe.build_router` | `build_moe_ffn` | sigmoid gating and expert groups, until lesson 18 |
 # | `models.Sampler` | `llama_sampler` | penalties, grammars |
 #
-# **Next, 01:** the word *tensor* is opened: shape, strides, views without copies, and why q4_0 takes 18 bytes for 32 numbers.
+# **Next, 01:** the word *tensor* is opened: shape, strides, views without copies, and why a number of four bits takes a little more than four bits.
 #
 # | you want to know | lessons |
 # |---|---|
@@ -368,4 +372,4 @@ lesson.check("loads", lambda: loads(experts), [expected], [()], [f"all {len(expe
 # | how to run a model that does not fit | 23 to 26 |
 # | all of this with a GGUF file of my own | 27 |
 #
-# The bold ones are the core, a day's path. They arrive one by one; this is the first.
+# The bold ones are the core, a day's path. They are added one by one: those in this folder can be run.

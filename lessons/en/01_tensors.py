@@ -13,7 +13,7 @@
 #
 # Lesson 00 ran a model made of 63 weights and 318 nodes. All of them are *tensors*. Here the word is opened: a tensor is a short
 # description of bytes that lie somewhere else. Afterwards you can read the four numbers `ne` and the four numbers `nb`, find any
-# element's address by hand, turn a matrix around without moving a byte, and say exactly what 32 numbers cost in `q4_0`.
+# element's address by hand, say what turning a matrix around costs, and what 32 numbers take in `q4_0`.
 #
 # You need NumPy; you need no ggml. Sections can be run in any order; each needs only the cell below.
 
@@ -132,9 +132,9 @@ widgets.Stepper(
     trace, "A row of the view (one colour) is a column of memory: a step along i0 is 16 bytes, not 4.")
 
 # %% [markdown]
-# ## 4 · Views: same bytes, other description · 9 min
+# ## 4 · Views · 9 min
 #
-# That walk went over a transposed slice, and yet nobody moved a number. How much memory does turning a large matrix cost?
+# That walk went over a transposed slice. Turn a large matrix in the same way: how much memory does it cost?
 
 # %% tags=["predict"]
 lesson.predict("transpose")
@@ -156,8 +156,8 @@ moved = wb.OPS["TRANSPOSE"].moved(turned)
 lesson.reveal("transpose", ctx.used_mem - before, moved=moved, matrix=big.nbytes)
 
 # %% [markdown]
-# A view is not a copy, so writing through it shows in the owner. Graphs use that to fill a KV cache: the node that stores the new rows
-# is itself a view of the cache.
+# So a *view* is the same bytes with another description. It is not a copy, and writing through it shows in the owner. Graphs use that to
+# fill a KV cache, attention's memory of earlier tokens: the node that stores new rows is itself a view of the cache.
 
 # %%
 grid = ctx.from_numpy(np.zeros((3, 4), np.float32), name="grid")

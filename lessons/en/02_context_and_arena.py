@@ -254,7 +254,7 @@ except wb.errors.ContextClosed as error:
 
 # %% [markdown]
 # Python still holds the description `t`; its bytes are gone. In C the pointer would still point there: to the old numbers, to somebody
-# else's, or to memory that is no longer the program's. This is *use after free*, and here it is always an error.
+# else's, or to memory that is no longer the program's. This is *use after free*.
 #
 # From such accidents the article draws a rule: everything in one graph must come from one context. Is it ggml's rule?
 

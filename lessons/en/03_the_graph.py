@@ -148,7 +148,7 @@ assert state.legal(graph)          # the same two lines, kept for later
 widgets.GraphView(graph, "Two-layer network", "Lines only lead down, to what was recorded later.")
 
 # %% [markdown]
-# ## 4 · The order is not that of your calls · 5 min
+# ## 4 · In what order? · 5 min
 #
 # Two branches: `a = silu(x)`, then `b = sqr(x)`, then `y = add(b, a)`.
 
@@ -194,10 +194,9 @@ views.table(["lost", "nodes", "for example"], rows,
 lesson.reveal("lost", len(lost), writes=sum(t.op == "SET_ROWS" for t in lost))
 
 # %% [markdown]
-# ## 5 · Used twice, computed once · 5 min
+# ## 5 · Used twice · 5 min
 #
-# A residual connection uses a tensor twice: `h = silu(mul_mat(w, x))`, then `y = add(mul_mat(v, h), h)`. Here is where the set of visited
-# tensors earns its keep.
+# A residual connection uses a tensor twice: `h = silu(mul_mat(w, x))`, then `y = add(mul_mat(v, h), h)`.
 
 # %% tags=["predict"]
 lesson.predict("twice")
@@ -214,7 +213,7 @@ views.table(["node", "name", "op", "uses", "executed"], rows, "h is used twice a
 lesson.reveal("twice", len(residual.nodes), uses=residual.use_count(h), runs=runs[h])
 
 # %% [markdown]
-# Does it matter? Double a number again and again: `x = add(x, x)`. Move the slider; the walk without a visited set is really walked.
+# Here the set of visited tensors earns its keep. Does it matter? Double a number again and again: `x = add(x, x)`. Move the slider; the walk without a visited set is really walked.
 
 # %%
 def calls(t):
@@ -234,7 +233,7 @@ widgets.Range(value=10, min=1, max=14, label="doublings").compare(
 # %% [markdown]
 # ## 6 · Weights that learn · 2 min
 #
-# There is one exception to "no op, so a leaf". For training, weights are marked as *parameters*. Mark w1, b1, w2 and b2:
+# For training, weights are marked as *parameters*. Mark w1, b1, w2 and b2, and expand again:
 
 # %% tags=["predict"]
 lesson.predict("params")
@@ -246,7 +245,7 @@ ours = [t.name if t.op == "NONE" else t.op for t in trained.nodes]
 ggml = state.recorded["mlp_with_params"]["nodes"]
 assert ours == ggml
 views.table(["node", "here", "ggml 0.25.3"], zip(range(9), ours, ggml),
-            "Parameters stand among the nodes: gradients will flow to them (lesson 06).")
+            "The one exception to “no op, so a leaf”: gradients will flow to parameters (lesson 06).")
 
 # %% tags=["reveal"]
 lesson.reveal("params", len(trained.nodes))

@@ -185,8 +185,8 @@ print("valid, the Mixtral:", state.disjoint(state.step().graph))
 # %% [markdown]
 # ## 4 · In place · 4 min
 #
-# An op that works number by number may write over its source, when this is the last use and the layouts agree. "In place" sounds like a
-# matter of speed.
+# An op that works number by number may write over its source, when this is the last use and the layouts agree. What is
+# that good for?
 
 # %% tags=["predict"]
 lesson.predict("in-place")
@@ -274,7 +274,7 @@ widgets.Range(value=3, max=5, label="the Mixtral with", names=list(cases)).compa
     what_if, "Layers cost nothing; what is kept costs its size.", first=1)
 
 # %% [markdown]
-# ## 7 · Inputs are in the plan too · 3 min
+# ## 7 · Run it again · 3 min
 #
 # Build once, run many. So run the stack twice, and set its input only before the first run:
 
@@ -303,10 +303,16 @@ lesson.reveal("again", "differs" if said[1] == "differs" else "same")
 #
 # The article of lesson 03 gives two pieces of advice. "Build a new graph for each run; building costs next to nothing." And: "Never build in the hot
 # loop; build when the model is loaded." They cannot both be right. First, what does our session do? A prompt of 12 tokens, then 300 new ones,
-# one by one, in a context of 512:
+# one by one, in a context of 512.
+#
+# One thing grows: attention reads a cell of the cache for each token so far, and a graph's shapes are fixed. The trick is *padding*: a
+# graph looks at a multiple of 256 cells, and a mask hides those that hold nothing yet. Two questions, then the run:
 
 # %% tags=["predict"]
 lesson.predict("every")
+
+# %% tags=["predict"]
+lesson.predict("shape")
 
 # %%
 run = state.long_run
@@ -318,11 +324,7 @@ views.table(["tokens", "visible cells n_kv", "graphs built", "reused", "plans"],
 lesson.reveal("every", run[-1]["builds"] - run[0]["builds"], reused=run[-1]["reuses"])
 
 # %% [markdown]
-# Why at token 257? Attention reads the cells of the cache, more with every token, so the shapes change and the graph is *not* quite static.
-# The trick is padding: the graph always looks at a multiple of 256 cells, and a mask hides those that hold nothing yet.
-
-# %% tags=["predict"]
-lesson.predict("shape")
+# So the graph is *not* quite static. How many there will be follows from the lengths alone:
 
 # %%
 padded = {-(-n // 256) * 256 for n in range(13, 313)}         # the sizes that 300 tokens meet

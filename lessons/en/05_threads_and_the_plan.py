@@ -13,8 +13,8 @@
 #
 # Lesson 04 built a graph once and ran it many times. Between building and running lies one more object, the *plan*: one ready call for
 # each node that needs work, with everything settled that does not change from run to run. Afterwards you can say how a node is cut into
-# tasks, what eight threads do with a graph, why they do not change its numbers, and at how many of them speed stops growing, for which
-# of three reasons.
+# tasks, what eight threads do with a graph, whether they change its numbers, and at how many of them speed stops growing, for which of
+# three reasons.
 #
 # You need NumPy; you need no ggml. Sections can be run in any order; each needs only the cell below.
 
@@ -66,8 +66,8 @@ rules = {max(needs): "largest", sum(needs): "sum", sum(needs) * 4: "sum times th
 lesson.reveal("buffer", rules[plan.work_size], size=plan.work_size, all=sum(needs))
 
 # %% [markdown]
-# On four threads the largest is `kqv_out`, which packs the attention's result: D·T numbers of 4 bytes. So the buffer can be predicted
-# from shapes alone. Formula, plan, and the memory that the backend really holds:
+# On four threads the largest is `kqv_out`, which packs the attention's result: width × tokens = 1,024 · T numbers of 4 bytes. So the
+# buffer can be predicted from shapes alone. Formula, plan, and the memory that the backend really holds:
 
 # %%
 rows = []
@@ -86,8 +86,8 @@ views.side_by_side(rows, ("predicted", "found"),
 # %% [markdown]
 # ## 2 · How work is cut · 7 min
 #
-# A product `mul_mat(w, x)` is cut along the rows of `w`, since each row makes one column of the result and needs no other. The cut looks
-# at the shape and never at the number of threads. `devices.cut` says where it falls, for a layer of full width that has no memory at all:
+# A product `mul_mat(w, x)` is cut along the rows of `w`, since each row makes one column of the result and needs no other.
+# `devices.cut` says where the cuts fall, for a layer of full width that has no memory at all:
 
 # %%
 rows = []
@@ -146,7 +146,7 @@ views.table(["threads", "the same bytes", "relative difference"], rows,
 # In ggml, too, one thread adds up each number of a product. One of its kernels does cut a sum by threads: flash attention for a single
 # token. There, the last bits may depend on the number of threads.
 #
-# ## 3 · Find the fault: a shared queue? · 8 min
+# ## 3 · Find the fault: who hands out the work? · 8 min
 #
 # An article on ggml says: *"for the current node, generate tasks; put them into the thread pool's shared queue; each thread atomically
 # takes tasks from it; then the next node."* One word of it is a thing that ggml does not have.
@@ -214,8 +214,10 @@ views.table(["threads that meet", "µs on your machine", "µs recorded"], rows,
             "The middle column may differ from the printed one.")
 
 # %%
-views.table(["recorded", "what and how"], list(state.recorded["measured"].items()),
-            f"Measured on {state.recorded['measured on']}.")
+assumed = [(f"{name} (assumed)", what) for name, what in state.recorded["assumed"].items()]
+views.table(["rate", "what and how"], [*state.recorded["measured"].items(), *assumed],
+            f"Measured on {state.recorded['measured on']}. The last two rows are assumptions "
+            "about a larger machine, and so is all that is simulated from them below.")
 
 # %% [markdown]
 # Real ggml was measured too: a chain of 4,100 nodes too small to share takes 31 ns per node on one thread and 511 ns on two. The difference
@@ -259,7 +261,7 @@ for n_tokens, name in ((1, "1 token"), (512, "512 tokens")):
     roofs[f"ffn_gate, {name}"] = [gate.flops / gate.moved] * 2, speeds
     gains.append(f"{name} {speeds[1] / speeds[0]:.0f} times as fast")
 gained = " and ".join(gains)
-views.line_picture({"": roofs}, f"Simulated from recorded rates. Eight cores make {gained}.",
+views.line_picture({"": roofs}, f"Simulated from section 4's rates. Eight cores make {gained}.",
                    f"Roofline on logarithmic axes; eight cores instead of one make {gained}.",
                    "operations per byte", "GFLOP/s at most")
 
@@ -281,8 +283,9 @@ for n_tokens, name in ((1, "1 token"), (512, "512 tokens")):
              "Amdahl's law for our cut": [1 / (single + (1 - single) / n) for n in counts],
              "our cut, a wake per cut node": speed_ups(state.simulate, works, counts), "ideal": counts}
     panels[name] = {label: (counts, line) for label, line in lines.items()}
-views.line_picture(panels, "SIMULATED from recorded costs. One token: memory is the limit, from three threads "
-                   f"on. 512 tokens: our cut runs out of tasks at six; nodes of one task take {single:.1%}.",
+views.line_picture(panels, "SIMULATED from section 4's rates. One token: memory is the limit from three "
+                   "threads on. 512 tokens: our cut runs out of tasks at six; "
+                   f"nodes of one task take {single:.1%}.",
                    "Speed-up by threads. One token levels off at 3; 512 tokens at 3.5 with our cut, "
                    "not at all with ggml's.", "threads (simulated)", "speed-up", [1, 2, 4, 8, 16, 32])
 
@@ -511,7 +514,7 @@ lesson.check("chain", longest_chain, expected, on, steps)
 # |---|---|---|
 # | `Plan` | `ggml_cplan`, `ggml_graph_plan` | abort callback; ggml adds a cache line per thread to the buffer |
 # | `plan.n_tasks(i)` | `ggml_get_n_tasks`: n_threads, or 1 | ggml's counts follow the number of threads, ours never do |
-# | `devices.cut` | chunks of 16 or 64 rows in `ggml_compute_forward_mul_mat` | the second dimension; other cuts on NUMA machines |
+# | `devices.cut` | chunks of 16 or 64 rows in `ggml_compute_forward_mul_mat` | the second dimension; other cuts on NUMA machines, or where chunks are few |
 # | `plan.work_size` | `ggml_cplan.work_size` | |
 # | `Workers` | `ggml_threadpool` | priorities, affinity, polling |
 # | a wake for each cut node | `ggml_barrier` after each node | OpenMP |
