@@ -9,8 +9,8 @@ import pytest
 from workbench.devices.threads import Workers
 
 
-def _names():
-    return {t.name for t in threading.enumerate() if t.name.startswith("workbench-")}
+def _threads():
+    return {t for t in threading.enumerate() if t.name.startswith("workbench-")}
 
 
 @pytest.mark.parametrize("n_threads", [2, 3, 4])
@@ -54,16 +54,34 @@ def test_a_failure_of_any_thread_reaches_the_caller(who):
     workers.close()
 
 
-def test_threads_start_late_and_end_with_close_or_with_the_last_reference():
-    before = _names()
-    workers = Workers(3)
-    assert _names() == before
-    workers.run([[lambda: None] * 3] * 3)
-    assert len(_names() - before) == 2
+@pytest.mark.parametrize("failing", [(0,), (1,), (0, 1, 2)])
+def test_no_thread_outlives_close_after_a_failure(failing):
+    before, workers, meet = _threads(), Workers(3), threading.Barrier(3, timeout=20)
+
+    def task(worker):
+        meet.wait()
+        if worker in failing:
+            raise ZeroDivisionError(worker)
+
+    for _ in range(3):
+        with pytest.raises(ZeroDivisionError):
+            workers.run([[lambda w=w: task(w)] * 3 for w in range(3)])
+    assert len(_threads() - before) == 2  # the same ones: they sleep again after a failure
     workers.close()
-    assert _names() == before
+    assert _threads() <= before
+
+
+def test_threads_start_late_and_end_with_close_or_with_the_last_reference():
+    gc.collect()  # backends that other tests left behind end their threads now, not in between
+    before = _threads()
+    workers = Workers(3)
+    assert _threads() == before
     workers.run([[lambda: None] * 3] * 3)
-    assert len(_names() - before) == 2
+    assert len(_threads() - before) == 2
+    workers.close()
+    assert _threads() == before
+    workers.run([[lambda: None] * 3] * 3)
+    assert len(_threads() - before) == 2
     del workers
     gc.collect()
-    assert _names() == before
+    assert _threads() == before

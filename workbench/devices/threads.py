@@ -36,14 +36,18 @@ class Workers:
         shift = self._shift
         if shift is None or shift.broken:
             shift = self._hire()
-        shift.broken = True  # until all threads sleep again: after a failure here, or Ctrl-C, others take their place
+        shift.broken = True  # until all threads sleep again: where Ctrl-C gets in between, others take their place
         shift.tasks, shift.claim = tasks, itertools.count().__next__
         woken = 0
         try:
             for start in shift.start[:helpers]:
                 start.release()
                 woken += 1
-            shift.take(0)
+            try:
+                shift.take(0)
+            except Exception as e:
+                shift.claim = _exhausted
+                shift.failures.insert(0, e)
         except BaseException:
             shift.claim = _exhausted
             raise
