@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.models.headers import qwen3
-from workbench.cli import COMMANDS, fit, schedule
+from workbench.cli import COMMANDS, doctor, fit, schedule
 from workbench.cli.sizes import bytes_text, rate, size
 
 README = (Path(__file__).parents[2] / "README.md").read_text("utf-8")
@@ -63,6 +63,22 @@ def test_wrong_requests_end_with_2_and_say_what_to_try(argv, capsys):
     assert not said.out and said.err.startswith("schedule: ") and "expected:" in said.err
 
 
+def test_cpu_moe_is_all_layers_and_the_first_rule_decides(capsys):
+    def weights(*argv):
+        assert schedule.main(["tiny-mixtral-f16", "--device", "laptop", "--batch", "8", "--context", "256", "--json", *argv]) == 0
+        return [d["weights"] for d in json.loads(capsys.readouterr().out)["devices"]]
+
+    assert weights("--cpu-moe") == weights("-ncmoe", "6") == weights("-ot", "_exps=CPU", "-ot", "_exps=GPU") != weights()
+    assert weights("-ot", "_exps=GPU", "--cpu-moe") == weights()
+
+
+@pytest.mark.parametrize("name", ["mine.txt", "no/such/folder/mine.toml"])
+def test_calibration_says_at_once_where_it_cannot_write(name, tmp_path, capsys):
+    assert doctor.main(["--calibrate", str(tmp_path / name)]) == 2
+    said = capsys.readouterr()
+    assert not said.out and said.err.startswith("doctor: cannot write")
+
+
 def test_devices_are_listed_with_sources(capsys):
     assert schedule.main(["--devices"]) == 0
     out = capsys.readouterr().out
@@ -86,9 +102,9 @@ def test_sizes():
     assert [size(t) for t in ("24GiB", "24G", "24gb", "1.5K", "7")] == [24 * 2**30, 24 * 2**30, 24 * 10**9, 1536, 7]
     assert [rate(t) for t in ("25", "25G", "12.5GB/s")] == [25e9, 25e9, 12.5e9]
     assert [bytes_text(n) for n in (0, 1536, 2**30, 3 * 2**40)] == ["0 B", "1.50 KiB", "1.00 GiB", "3.00 TiB"]
-    for wrong in ("", "G", "-1G", "24X", "1 2"):
+    for wrong in ("", "G", "-1G", "24X", "1 2", "9" * 400, "99999999T"):
         with pytest.raises(argparse.ArgumentTypeError):
             size(wrong)
-    for wrong in ("fast", "0", "3TB/s"):
+    for wrong in ("fast", "0", "3TB/s", "9" * 400, "0." + "0" * 400 + "1"):
         with pytest.raises(argparse.ArgumentTypeError):
             rate(wrong)

@@ -32,6 +32,14 @@ def test_a_product_takes_its_start_and_the_slower_of_arithmetic_and_memory(ctx):
     assert speed.parts(one)["arithmetic"] == 2 * 64 * 32 // 8
 
 
+def test_gaps_of_views_are_not_read(ctx):
+    """As where outputs of experts are added up: every eighth row."""
+    rows = ctx.new_tensor("f32", 64, 8, 100)
+    one = ops.view(rows, 64, 1, 100, nb=(rows.nb[1], rows.nb[2]))
+    assert one.nbytes > 7 * 64 * 100 * 4
+    assert Speed(launch_ns=0, memory=1.0, flops=1e9).compute_ns(ops.add(one, one)) == 3 * 64 * 100 * 4
+
+
 def test_experts_count_as_often_as_they_are_used(ctx):
     speed = Speed(launch_ns=5, flops=1e9, memory=1.0, expert_ns=100)
     node = ops.mul_mat_id(

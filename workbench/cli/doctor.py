@@ -54,6 +54,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def calibrate(path: str) -> int:
     """Measure, print, and write a preset for `schedule --device FILE.toml`."""
+    if path and (not path.endswith(".toml") or not Path(path).resolve().parent.is_dir()):
+        print(f"doctor: cannot write to {path!r}\n  expected: a name that ends in .toml, in a folder that is there", file=sys.stderr)
+        return 2
     from workbench.devices.calibrate import calibrate as measure
     from workbench.models.gguf import shipped_models
     from workbench.models.timing import layer_times, table
@@ -72,7 +75,11 @@ def calibrate(path: str) -> int:
         toml = measure(gpu).to_toml("this-gpu")
     print(f"\n{toml}", end="")
     if path:
-        Path(path).write_text(toml, "utf-8")
+        try:
+            Path(path).write_text(toml, "utf-8")
+        except OSError as error:
+            print(f"doctor: cannot write {path!r}: {error.strerror}", file=sys.stderr)
+            return 2
         print(f"\nwritten to {path}: `schedule MODEL --device {path}`")
     return 0
 

@@ -50,11 +50,12 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="REGEX=DEV",
-        help="weights whose name the pattern fits go to DEV",
+        help="weights whose name the pattern fits go to DEV; the first that fits decides, before --n-cpu-moe",
     )
     p.add_argument(
         "-ncmoe", "--n-cpu-moe", type=int, default=0, metavar="N", help="experts of the first N layers stay on the host"
     )
+    p.add_argument("-cmoe", "--cpu-moe", dest="n_cpu_moe", action="store_const", const=512, help="all experts stay on the host")
     p.add_argument(
         "--batch", type=int, default=512, metavar="N", help="tokens of the prompt, in one graph (default 512)"
     )
@@ -80,7 +81,7 @@ def _lines(args: argparse.Namespace) -> Iterator[str]:
                 raise ParameterError(
                     f"--override-tensor {shown(rule)!r}", "REGEX=DEV", "--override-tensor '_exps=CPU', for example"
                 )
-            overrides[pattern] = device
+            overrides.setdefault(pattern, device)
     plan = plan_schedule(args.model, args.device, n_gpu_layers=args.n_gpu_layers, overrides=overrides, n_cpu_moe=args.n_cpu_moe,
                          batch=args.batch, context=args.context, kv=args.kv, mmap=not args.no_mmap)  # fmt: skip
     if args.json:

@@ -15,13 +15,16 @@ def size(text: str) -> int:
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*)", text.strip())
     if found is None or found[2].upper() not in _UNITS:
         raise argparse.ArgumentTypeError(f"{text!r} is no size: 24GiB, 24G and 24GB are")
-    return int(float(found[1]) * _UNITS[found[2].upper()])
+    n = float(found[1]) * _UNITS[found[2].upper()]
+    if n >= 2**63:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is more than any memory")
+    return int(n)
 
 
 def rate(text: str) -> float:
     """Bytes per second, for speeds in units of 10**9: 25, 25G and 25GB/s are the same."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(G|GB)?(/s)?", text.strip(), re.IGNORECASE)
-    if found is None or not float(found[1]):
+    if found is None or not 1e-6 <= float(found[1]) < 1e9:
         raise argparse.ArgumentTypeError(f"{text!r} is no speed: 25GB/s, 25G and 25 are")
     return float(found[1]) * 1e9
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from workbench.errors import ParameterError, WorkbenchError, shown
 from workbench.models.gguf import GGUFFile, open_gguf
 from workbench.models.hparams import ARCHITECTURES
-from workbench.models.planning import EXPERTS, expert_bytes, plan_schedule
+from workbench.models.planning import EXPERTS, expert_bytes, expert_layers, plan_schedule
 
 STAND_IN = "cpu,rtx3090-pcie4"
 """Any machine with one card: bytes do not depend on its speeds."""
@@ -62,8 +62,9 @@ class Fit:
     def verdict(self) -> str:
         """The verdict in a sentence or two."""
         name = shown(self.model)
+        unknown = " What could not be counted comes on top: see below." if any("NOT counted" in note for note in self.notes) else ""
         if self.fits == "card":
-            return f"FITS: all of {name} lies on the card."
+            return f"FITS: all of {name} lies on the card.{unknown}"
         lacking = {c.question: c.needed - c.available for c in self.checks if not c.holds}
         if self.fits == "split":
             slow = (
@@ -76,13 +77,13 @@ class Fit:
                     " The card has no room for the experts of a token: only the host can compute them when decoding."
                 )
             return (f"FITS WITH EXPERTS ON THE HOST: {name} does not fit on the card as a whole, but all except its experts does, and "
-                    f"the host holds these.{''.join(slow)}")  # fmt: skip
+                    f"the host holds these.{''.join(slow)}{unknown}")  # fmt: skip
         hard = [c for c in self.checks if not c.holds and c.hard] or [c for c in self.checks if not c.holds]
         return f"DOES NOT FIT: {'; '.join(f'{c.question}: {c.needed - c.available:,} bytes too many' for c in hard)}."
 
 
 def fit(which: str | os.PathLike[str], vram: int, ram: int, link: float, *, pinned: int | None = None, context: int = 4096,
-        batch: int = 512,        ram_speed: float = 58e9, vram_speed: float | None = None, kv: str = "f16") -> Fit:  # fmt: skip
+        batch: int = 512, ram_speed: float = 58e9, vram_speed: float | None = None, kv: str = "f16") -> Fit:  # fmt: skip
     """Account for a model on one card of `vram` bytes, a host of `ram` bytes and a link of `link` bytes per second.
 
     pinned: bytes that the host lets be pinned (default: half of ram). ram_speed, vram_speed: bytes per second of the two memories.
@@ -90,9 +91,13 @@ def fit(which: str | os.PathLike[str], vram: int, ram: int, link: float, *, pinn
     for what, value in (("vram", vram), ("ram", ram), ("link", link), ("ram_speed", ram_speed)):
         if not value > 0:
             raise ParameterError(f"{what}={value!r}", "more than nothing")
+    for what, value in (("batch", batch), ("context", context)):
+        if not isinstance(value, int) or not 1 <= value < 2**31:
+            raise ParameterError(f"{what}={value!r}", f"a whole number from 1 to {2**31 - 1:,}")
+    batch = min(batch, context)
     with open_gguf(which) as file:
         notes: list[str] = []
-        experts, active = expert_bytes(file)
+        layers, (experts, active) = expert_layers(file), expert_bytes(file)
         total = sum(t.nbytes for t in file.tensors.values())
         embedding = sum(t.nbytes for t in file.tensors.values() if t.name == "token_embd.weight")
         cache, compute = _measured(file, context, batch, kv, notes)
@@ -124,7 +129,7 @@ def fit(which: str | os.PathLike[str], vram: int, ram: int, link: float, *, pinn
     holds = [c.holds for c in checks]
     fits = "card" if holds[0] and embedding <= ram else "split" if experts and holds[1] and holds[3] else "no"
     return Fit(os.path.basename(os.fspath(which)), architecture, fits, needs, checks,
-               _bounds(fits, dense, cache, experts, active, vram - fixed, link, ram_speed, vram_speed, notes), notes)  # fmt: skip
+               _bounds(fits, dense, layers, vram - fixed, link, ram_speed, vram_speed, notes), notes)  # fmt: skip
 
 
 def _measured(file: GGUFFile, context: int, batch: int, kv: str, notes: list[str]) -> tuple[int, int]:
@@ -151,53 +156,37 @@ def _plain_cache(file: GGUFFile, context: int, kv: str, notes: list[str]) -> int
     return layers * n_kv * widths * (2 if kv == "f16" else 4) * context
 
 
-def _bounds(fits: str, dense: int, cache: int, experts: int, active: int, room: int, link: float, ram_speed: float,
-            vram_speed: float | None,            notes: list[str]) -> list[Bound]:  # fmt: skip
+def _bounds(fits: str, dense: int, layers: dict[int, tuple[int, int]], room: int, link: float, ram_speed: float,
+            vram_speed: float | None, notes: list[str]) -> list[Bound]:  # fmt: skip
+    """Ways to decode, and how fast each could be. room: bytes of the card that are left for experts."""
     if fits == "no":
         return []
-    out = []
-    on_card = (
-        (dense + active) / vram_speed if vram_speed and fits == "card" else dense / vram_speed if vram_speed else 0.0
-    )
+    experts, active = (sum(column) for column in zip(*layers.values(), strict=True)) if layers else (0, 0)
     notes.append("A driver and its libraries take some hundred MiB of a card besides.")
     if vram_speed is None:
         notes.append("Reading weights on the card is counted as free: --vram-speed says how fast it is.")
+
+    def bound(way: str, read: float, speed: float, over: str, on_card: float) -> Bound:
+        return Bound(way, 1 / max(read / speed + (on_card / vram_speed if vram_speed else 0.0), 1e-12), read, speed, over)
+
     if fits == "card":
-        if vram_speed:
-            out.append(
-                Bound(
-                    "all weights read on the card",
-                    1 / max(on_card, 1e-12),
-                    dense + active,
-                    vram_speed,
-                    "memory of the card",
-                )
-            )
-        return out
-    out.append(
-        Bound(
-            "the host computes the experts (llama.cpp --cpu-moe)",
-            1 / (active / ram_speed + on_card),
-            active,
-            ram_speed,
-            "memory of the host",
-        )
-    )
+        return [bound("all weights read on the card", dense + active, vram_speed, "memory of the card", 0.0)] if vram_speed else []
+    host = "memory of the host"
+    out = [bound("the host computes the experts (llama.cpp --cpu-moe)", active, ram_speed, host, dense)]
+    n, there, left = 0, 0, room
+    for i, (whole, used) in sorted(layers.items(), reverse=True):
+        if whole > left:
+            break
+        n, there, left = i, there + used, left - whole
+    if there:
+        way = f"the same for the first {n} layers only (llama.cpp --n-cpu-moe {n})"
+        out.append(bound(way, active - there, ram_speed, host, dense + there))
     if room < active:
         return out
-    out.append(Bound("experts are copied at each token", 1 / (active / link + on_card), active, link, "link"))
-    share = min(max(room, 0) / max(experts, 1), 1.0)
-    missed = active * (1 - share)
-    out.append(
-        Bound(
-            f"{share:.0%} of the experts stay on the card, the rest is copied (routes even)",
-            1 / max(missed / link + on_card, 1e-12),
-            missed,
-            link,
-            "link",
-        )
-    )
-    notes.append(
-        "Real routers repeat themselves: a cache of experts can do better than with even routes. No bound counts the start of kernels."
-    )
+    out.append(bound("experts are copied at each token", active, link, "link", dense))
+    share = min(room / max(experts, 1), 1.0)
+    way = f"{share:.0%} of the experts stay on the card, the rest is copied (routes even)"
+    out.append(bound(way, active * (1 - share), link, "link", dense))
+    notes.append("Real routers repeat themselves: a cache of experts can do better than with even routes. No bound counts the start "
+                 "of kernels.")  # fmt: skip
     return out

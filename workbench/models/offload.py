@@ -101,7 +101,7 @@ def place_weights(model: Model, backends: Sequence[Backend], n_gpu_layers: int |
             rules.append((re.compile(pattern), backend))
         except re.error as e:
             raise ParameterError(f"override {pattern!r}", "a regular expression", str(e)) from None
-    layers = [_home_of_layer(i, hp.n_layer + 1, n, gpus, cpu, shares or [1.0] * len(gpus)) for i in range(hp.n_layer + 1)]
+    layers = [home_of_layer(i, hp.n_layer + 1, n, gpus, cpu, shares or [1.0] * len(gpus)) for i in range(hp.n_layer + 1)]
 
     def home(name: str) -> Backend:
         for rule, wanted in rules:
@@ -118,7 +118,8 @@ def place_weights(model: Model, backends: Sequence[Backend], n_gpu_layers: int |
     return PlacedModel(model, homes, layers[:-1])
 
 
-def _home_of_layer(i: int, n_layers: int, n_gpu: int, gpus: Sequence[Backend], cpu: Backend, shares: Sequence[float]) -> Backend:
+def home_of_layer(i: int, n_layers: int, n_gpu: int, gpus: Sequence[Backend], cpu: Backend, shares: Sequence[float]) -> Backend:
+    """Where layer `i` of `n_layers` goes, the output being the last: to the CPU, or to a GPU by its share of the layers from there on."""
     first = max(n_layers - n_gpu, 0)
     if i < first or not gpus:
         return cpu

@@ -155,12 +155,13 @@ def works(scheduler: Scheduler, step: StepGraph) -> list[Work]:
     """Time by device and kind of work, longest first."""
     sums: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0, 0, 0])
     bounds: dict[tuple[str, str], dict[str, int]] = defaultdict(lambda: defaultdict(int))
+    joining = _joining(step)
     for split in scheduler.splits:
         backend = scheduler.backends[split.backend]
         assert isinstance(backend, SimulatedDevice)
         for node in filter(needs_work, split.nodes):
             assert node.spec is not None
-            key = backend.name, _kind(node, step)
+            key = backend.name, _kind(node, step, joining)
             row = sums[key]
             for i, more in enumerate((1, backend.speed.compute_ns(node), node.spec.moved(node), node.spec.flops(node))):
                 row[i] += more
@@ -175,7 +176,14 @@ def works(scheduler: Scheduler, step: StepGraph) -> list[Work]:
     )
 
 
-def _kind(node: Tensor, step: StepGraph) -> str:
+def _joining(step: StepGraph) -> set[int]:
+    """Nodes of layers with experts that come after the router: `id` of each."""
+    segments = [s for s in step.segments if s.kind == "experts"]
+    nodes = [step.graph.nodes[s.first : s.last] for s in segments]
+    return {id(n) for some in nodes if any(n.op == "MUL_MAT_ID" for n in some) for n in some}
+
+
+def _kind(node: Tensor, step: StepGraph, joining: set[int]) -> str:
     if node.op == "MUL_MAT_ID":
         return "experts"
     if node is step.logits:
@@ -183,10 +191,18 @@ def _kind(node: Tensor, step: StepGraph) -> str:
     name = node.name.partition("-")[0]
     if name in ("kq", "kq_soft_max", "kqv", "kqv_mla", "v_cont"):
         return "attention over the cache"
-    return "dense products" if node.op == "MUL_MAT" else "everything else"
+    if name.startswith("ffn_moe_") and id(node) not in joining:
+        return "routing"
+    if node.op == "MUL_MAT":
+        return "dense products"
+    if id(node) in joining:
+        return "between and after experts"
+    if node.op in ("RMS_NORM", "NORM") or (node.op == "MUL" and "norm" in name):
+        return "norms"
+    return "rope, writing the cache" if node.op in ("ROPE", "SET_ROWS") else "everything else"
 
 
-_BOUNDS = {"starting kernels": "for starting {w.nodes} kernels", "memory": "for {w.moved:,} bytes of memory",
+_BOUNDS = {"starting kernels": "for starting {w.nodes:,} kernels", "memory": "for {w.moved:,} bytes of memory",
            "arithmetic": "for {w.flops:,} operations"}  # fmt: skip
 
 

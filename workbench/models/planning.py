@@ -23,7 +23,7 @@ from workbench.models.gguf import GGUFFile, open_gguf
 from workbench.models.hparams import ARCHITECTURES
 from workbench.models.kv_cache import PAD_KV, KVCache
 from workbench.models.model import Model
-from workbench.models.offload import PlacedModel, place_weights
+from workbench.models.offload import PlacedModel, home_of_layer, place_weights
 from workbench.models.phases import Phase, run_phase
 from workbench.models.transformer import build_step
 from workbench.moe import RouteTrace
@@ -91,12 +91,12 @@ def plan_schedule(which: str | os.PathLike[str] | GGUFFile, devices: str, *, n_g
         raise ParameterError(f"kv={kv!r}", "f16 or f32")
     for what, value in (("batch", batch), ("context", context)):
         if not isinstance(value, int) or not 1 <= value < 2**31:
-            raise ParameterError(f"{what}={value!r}", "a whole number of 1 or more")
+            raise ParameterError(f"{what}={value!r}", f"a whole number from 1 to {2**31 - 1:,}")
     own = not isinstance(which, GGUFFile)
     file = open_gguf(which) if not isinstance(which, GGUFFile) else which
     try:
         return _Planner(file, devices, memory, mmap).plan(
-            n_gpu_layers, overrides or {}, n_cpu_moe, min(batch, context), context, kv, routes
+            n_gpu_layers, overrides or {}, n_cpu_moe, batch, context, kv, routes
         )
     finally:
         if own:
@@ -115,11 +115,8 @@ class _Planner:
         self.machine = machine
         self.gpus = [b for b in self.backends if b.device_type is DeviceType.GPU]
         self.weights = planned_file(file.storage.size, file.path.name)
-        if mmap and self.gpus:
-            self.notes.append(
-                "Weights on the host stay in the mapped file, which is pageable: copies from there are slow; --no-mmap pins them."
-            )
-        elif self.gpus:
+        self.mapped = mmap
+        if self.gpus and not mmap:
             self.machine.pinned[self.weights._byte.ctypes.data] = 1
 
     def plan(self, n_gpu_layers: int | None, overrides: Mapping[str, str], n_cpu_moe: int, batch: int, context: int, kv: str,
@@ -129,21 +126,13 @@ class _Planner:
         rules = {self._known_pattern(p): self._known_device(d) for p, d in overrides.items()}
         if not isinstance(n_cpu_moe, int) or not 0 <= n_cpu_moe <= 512:
             raise ParameterError(f"n_cpu_moe={n_cpu_moe!r}", "0 to 512 layers")
-        rules |= {rf"blk\.{i}{EXPERTS}": "CPU" for i in range(min(n_cpu_moe, n_layer))}
+        rules = rules | {p: "CPU" for i in range(min(n_cpu_moe, n_layer)) if (p := rf"blk\.{i}{EXPERTS}") not in rules}
         experts, active = expert_bytes(self.file)
-        out = SchedulePlan(
-            self.file.name,
-            self.file.architecture,
-            [],
-            [],
-            n,
-            n_layer,
-            False,
-            padded(context, PAD_KV),
-            experts,
-            active,
-            self.notes,
-        )
+        if batch > context:
+            self.notes.append(f"A prompt of {batch:,} tokens does not fit into {context:,} cells: one of {context:,} is planned.")
+            batch = context
+        out = SchedulePlan(self.file.name, self.file.architecture, [], [], n, n_layer, False, padded(context, PAD_KV),
+                           experts, active, self.notes)  # fmt: skip
         if self.file.architecture not in ARCHITECTURES:
             return self._bytes_only(out, n, rules)
         model = Model(self.file)
@@ -151,13 +140,12 @@ class _Planner:
             for weight in model.weights.values():
                 weight.place(self.weights, weight.offset)
             self.machine.routes = self.routes = _Routes(model, routes, batch) if model.hparams.moe_layers else None
-            shares = [float(b.buffer_type.limit or 1) for b in self.gpus] if len(self.gpus) > 1 else None  # type: ignore[attr-defined]
-            placed = place_weights(model, self.backends, n, rules, shares)
+            placed = place_weights(model, self.backends, n, rules, self._shares())
             with placed:
                 self._schedule(out, placed, rules, batch, context, kv)
         finally:
             model.context.close()
-        self._remark(out, rules, batch, routes)
+        self._remark(out, rules, routes)
         return out
 
     # ---- what was asked for
@@ -205,7 +193,7 @@ class _Planner:
         several = sum(b.device_type is DeviceType.GPU for b in self.backends) > 1
         out.pipelined = several and out.n_gpu_layers > out.n_layer and not rules
         cache = KVCache(placed.hparams, context, placed.layer_types, kv)
-        largest = build_step(placed, cache, batch, cache.n_ctx, 1)
+        largest = build_step(placed, cache, batch, cache.n_ctx, batch)  # llama.cpp reserves logits of each token
         size = 2 * max(len(largest.graph.nodes), len(largest.graph.leafs))
         scheduler = Scheduler(self.backends, graph_size=size, parallel=out.pipelined)
         try:
@@ -238,21 +226,14 @@ class _Planner:
 
     def _bytes_only(self, out: SchedulePlan, n: int, rules: Mapping[str, str]) -> SchedulePlan:
         """An architecture that nobody builds graphs for: where its weights would go, by their names."""
-        first, share = out.n_layer + 1 - n, out.n_layer + 1 - max(out.n_layer + 1 - n, 0)
+        shares = self._shares() or [1.0] * len(self.gpus)
+        homes = [home_of_layer(i, out.n_layer + 1, n, self.gpus, self.backends[-1], shares).name for i in range(out.n_layer + 1)]
         totals: dict[str, int] = defaultdict(int)
         for info in self.file.tensors.values():
             rule = next((d for p, d in rules.items() if re.search(p, info.name)), None)
             layer = re.match(r"blk\.(\d+)\.", info.name)
-            i = int(layer[1]) if layer else out.n_layer if info.name.startswith("output") else -1
-            on_card = self.gpus and i >= first
-            totals[
-                rule
-                or (
-                    self.gpus[min((i - first) * len(self.gpus) // max(share, 1), len(self.gpus) - 1)].name
-                    if on_card
-                    else "CPU"
-                )
-            ] += info.nbytes
+            i = min(int(layer[1]), out.n_layer) if layer else out.n_layer if info.name.startswith("output") else None
+            totals[rule or ("CPU" if i is None else homes[i])] += info.nbytes
         out.devices = [
             Device(b.name, _title(b), totals[b.name], 0, 0, _capacity(b))
             for b in self.backends
@@ -262,20 +243,32 @@ class _Planner:
                              f"no cache, no times. Builders: {', '.join(ARCHITECTURES)}.")  # fmt: skip
         return out
 
-    def _remark(self, out: SchedulePlan, rules: Mapping[str, str], batch: int, routes: RouteTrace | None) -> None:
+    def _shares(self) -> list[float] | None:
+        """Several cards get layers by their memory; the sizes that presets tell stand for what llama.cpp finds free."""
+        return [float(b.buffer_type.limit or 1) for b in self.gpus] if len(self.gpus) > 1 else None  # type: ignore[attr-defined]
+
+    def _remark(self, out: SchedulePlan, rules: Mapping[str, str], routes: RouteTrace | None) -> None:
         note = self.notes.append
+        embedding = self.file.tensors.get("token_embd.weight")
+        on_host = out.devices[-1].weights > (embedding.nbytes if embedding else 0)  # the embedding is looked up there, never copied
+        if self.gpus and on_host and self.mapped:
+            note("Weights on the host stay in the mapped file, which is pageable: copies from there are slow; --no-mmap pins them.")
         if out.expert_bytes and routes is None:
             note(
                 "Which experts tokens choose is drawn uniformly at random; real routers are less even: a prompt then needs fewer experts."
             )
-        on_host = any(b.name == "CPU" and w for b, w in ((d, d.weights) for d in out.devices))
         if self.gpus and on_host:
             note("A card takes over products whose weights lie on the host from 32 tokens in a batch on, and then copies them in at each "
                  "run (op offload); a single decoded token never does: the CPU computes there.")  # fmt: skip
+        if any(p.n_tokens == 1 and w.kind == "weights" for p in out.phases for w in p.ways):
+            note("Also a decoded token copies weights: norms of 32 heads or more are a batch of 32 to that rule (get_op_batch_size).")
         if len(self.gpus) > 1 and not out.pipelined:
             note("No pipelining: llama.cpp wants all layers on cards" + (", and no overrides." if rules else "."))
         elif out.pipelined:
-            note("Pipelining: four slots for inputs and copies, so compute buffers are larger.")
+            note("Pipelining: four slots for inputs and copies, so compute buffers are larger. One batch is timed, alone: with several in "
+                 "flight the cards work at the same time.")  # fmt: skip
+        if self.gpus:
+            note("Each kernel is started by itself; llama.cpp fuses some and replays CUDA graphs, so starting kernels can cost less.")
         note("Attention is planned without flash attention (llama.cpp -fa off), whose compute buffers are smaller.")
 
 
@@ -289,12 +282,21 @@ def _capacity(b: SimulatedDevice) -> int:
 
 def expert_bytes(file: GGUFFile) -> tuple[int, int]:
     """Bytes of all routed experts, and of those that one token uses; by the names of the tensors, for any architecture."""
-    merged = [
-        t for t in file.tensors.values() if re.search(EXPERTS, t.name) and t.name.endswith(".weight") and t.ne[2] > 1
-    ]
+    layers = expert_layers(file).values()
+    return sum(all_of_them for all_of_them, _ in layers), sum(active for _, active in layers)
+
+
+def expert_layers(file: GGUFFile) -> dict[int, tuple[int, int]]:
+    """The same for each layer that has routed experts."""
     used = file.metadata.get(f"{file.architecture}.expert_used_count", 0)
     used = used if type(used) is int else 0
-    return sum(t.nbytes for t in merged), sum(t.nbytes // t.ne[2] * min(used, t.ne[2]) for t in merged)
+    out: dict[int, tuple[int, int]] = {}
+    for t in file.tensors.values():
+        layer = re.match(r"blk\.(\d+)" + EXPERTS, t.name)
+        if layer and t.name.endswith(".weight") and t.ne[2] > 1:
+            whole, active = out.get(int(layer[1]), (0, 0))
+            out[int(layer[1])] = whole + t.nbytes, active + t.nbytes // t.ne[2] * min(used, t.ne[2])
+    return out
 
 
 class _Routes:

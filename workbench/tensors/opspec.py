@@ -16,8 +16,13 @@ Cost = Callable[[Tensor], int]
 
 
 def bytes_touched(node: Tensor) -> int:
-    """Bytes that computing `node` reads and writes when each source is read once."""
-    return node.nbytes + sum(s.nbytes for s in node.sources() if s is not node)
+    """Bytes that computing `node` reads and writes when each source is read once; what lies between the rows of a view is not read."""
+    return packed_bytes(node) + sum(packed_bytes(s) for s in node.sources() if s is not node)
+
+
+def packed_bytes(t: Tensor) -> int:
+    """Bytes of a tensor without gaps, and without rows that it shows several times."""
+    return min(t.nbytes, t.dtype.row_bytes(t.ne[0]) * t.n_rows)
 
 
 def per_element(n: int) -> Cost:

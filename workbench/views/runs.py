@@ -93,7 +93,7 @@ def _memory_facts(run: Run, lying: list[Piece]) -> list[tuple[str, int, int, int
 def _memory_conclusion(facts: list[tuple[str, int, int, int, int, int, str]]) -> str:
     if not facts:
         return "Nothing was placed in compute memory."
-    said = [f"{name} needs {amount(high)} instead of {amount(alone)} ({alone / max(high, 1):.3g} times as much), since places are used again"
+    said = [f"{name} needs {amount(high)} instead of {amount(alone)} ({alone / max(high, 1):.3g} times as much), as places are used again"
             for name, _, high, alone, *_ in facts if alone > high]  # fmt: skip
     name, _, _, _, at, _, largest = max(facts, key=lambda f: f[2])
     return f"{'; '.join(said) or 'No place is used twice'}. The largest thing where {name} is fullest, at node {at}: {largest}."
