@@ -1,5 +1,7 @@
 """What goes wrong says what, where and what to change, and leaves the scheduler usable."""
 
+import threading
+
 import numpy as np
 import pytest
 
@@ -271,3 +273,58 @@ def test_weights_in_a_buffer_that_was_freed():
     with pytest.raises(StorageError, match="'experts' lies in CPU, which was freed"):
         scheduler.compute(graph)
     assert w.storage.usage is Usage.WEIGHTS and works(scheduler)
+
+
+@pytest.mark.parametrize(("call", "expected"), [
+    (lambda s, graph: s.alloc(None), "a NoneType\n.*a graph\n.*build"),
+    (lambda s, graph: s.compute(graph.nodes[0]), "a Tensor\n.*a graph\n.*build"),
+    (lambda s, graph: s.set_backend("node_0", 0), "'node_0' to be assigned\n.*a tensor\n.*graph.find"),
+    (lambda s, graph: s.set_backend(graph.nodes[0], True), "backend True"),
+    (lambda s, graph: Scheduler("GPU"), "'G' among the backends"),
+])  # fmt: skip
+def test_things_of_the_wrong_kind(call, expected):
+    scheduler = Scheduler(simulated_machine())
+    with pytest.raises(ParameterError, match=expected):
+        call(scheduler, chain_of_adds(3))
+    assert works(scheduler)
+
+
+def test_the_same_ids_for_a_weight_with_fewer_experts():
+    scheduler = Scheduler(simulated_machine(offload_min_batch=1))
+    ctx = context()
+    many, few = (weight(scheduler.buffer_types[-1], ctx, values(n, 8, 8), name) for n, name in ((6, "many"), (2, "few")))
+    with ctx.active():
+        x, ids = leaf(ctx, 8, 2, 3, name="x"), leaf(ctx, 2, 3, kind="i32", name="ids")
+        graph = build(ops.mul_mat_id(few, ops.mul_mat_id(many, x, ids), ids))
+    with pytest.raises(ParameterError, match="ids.* names expert 5\n.*0 to 1: few has 2 experts"):
+        filled(scheduler, graph, x=values(3, 2, 8), ids=[[0, 1], [1, 0], [0, 5]])
+    filled(scheduler, graph, x=values(3, 2, 8), ids=[[0, 1], [1, 0], [0, 0]])
+    assert works(scheduler)
+
+
+def test_threads_with_a_scheduler_each_on_the_same_devices():
+    devices, wrong = simulated_machine(deny_ops=["NEG"]), []
+
+    def work(seed):
+        try:
+            scheduler, ctx = Scheduler(devices), context()
+            w, x = weight(devices[0].buffer_type, ctx, values(16, 16), "w"), leaf(ctx, 16, 16, name="x")
+            with ctx.active():
+                y = x
+                for _ in range(4):
+                    y = ops.neg(ops.mul_mat(w, ops.rms_norm(y)))
+            graph, found = build(y.mark(Flag.OUTPUT)), set()
+            for _ in range(15):
+                filled(scheduler, graph, x=values(16, 16, seed=seed))
+                found.add(y.numpy().tobytes())
+            if len(found) != 1:
+                wrong.append(seed)
+        except Exception as e:
+            wrong.append(e)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong and devices[0].machine.n_pending == 0

@@ -185,6 +185,7 @@ class Backend:
     activation_rounding = "none"
     optimizes = False  # whether `optimize` has wishes
     lock: AbstractContextManager[Any] = nullcontext()  # held while a graph is computed
+    turn: AbstractContextManager[Any] = nullcontext()  # held during a call of a scheduler: those of other threads wait
     trace: Trace | None = None
 
     def why_unsupported(self, node: Tensor) -> str:

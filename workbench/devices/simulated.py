@@ -50,6 +50,7 @@ class Machine:
         self.now, self.eager = 0, eager
         self.trace = trace
         self.pinned: dict[int, int] = {}  # host memory that devices read without help: address -> bytes
+        self.lock = threading.RLock()  # one thread at a time asks for work or lets it happen
         self._pending: list[tuple[int, int, object, Callable[[], Any]]] = []
         self._order = itertools.count()
 
@@ -60,21 +61,24 @@ class Machine:
 
     def ask(self, end: int, effect: Callable[[], Any], device: object = None) -> None:
         """Let `effect` happen when the clock reaches `end`; effects of one time happen in the order they were asked for."""
-        if self.eager:
-            effect()
-        else:
-            heapq.heappush(self._pending, (end, next(self._order), device, effect))
+        with self.lock:
+            if self.eager:
+                effect()
+            else:
+                heapq.heappush(self._pending, (end, next(self._order), device, effect))
 
     def reach(self, time: int) -> None:
         """Move the host's clock to `time`, never back, and let everything happen that ends by then."""
-        self.now = max(self.now, time)
-        while self._pending and self._pending[0][0] <= self.now:
-            heapq.heappop(self._pending)[3]()
+        with self.lock:
+            self.now = max(self.now, time)
+            while self._pending and self._pending[0][0] <= self.now:
+                heapq.heappop(self._pending)[3]()
 
     def cancel(self, device: object) -> None:
         """Forget what a device was asked for and has not done."""
-        self._pending = [work for work in self._pending if work[2] is not device]
-        heapq.heapify(self._pending)
+        with self.lock:
+            self._pending = [work for work in self._pending if work[2] is not device]
+            heapq.heapify(self._pending)
 
     def spend(self, ns: int) -> None:
         """Let the host be busy for so long."""
@@ -275,7 +279,7 @@ class SimulatedDevice(Backend):
         self.free_at = 0  # when the work asked for so far is done
         self._open_at = 0  # from when on others may copy into its memory: when the awaited events are reached
         self.fail_compute = self.fail_copy = 0
-        self.lock = threading.RLock()
+        self.lock = self.turn = machine.lock
         self._kernels = CpuBackend(activation_rounding=activation_rounding, dequant_cache_bytes=0)
         self._calls: weakref.WeakKeyDictionary[Any, list[tuple[Tensor, Callable[[], Any], int]]] = weakref.WeakKeyDictionary()
 

@@ -6,11 +6,13 @@ with the copies and waits between them.
 
 from __future__ import annotations
 
+import functools
 import gc
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from contextlib import ExitStack, contextmanager
+from typing import Any, TypeVar
 
 from workbench.cgraph import CGraph
 from workbench.cgraph.graph import next_uid
@@ -34,6 +36,22 @@ _HOLDERS: weakref.WeakKeyDictionary[CGraph, Callable[[], Scheduler | None]] = we
 """Graph -> the scheduler that split it last: its memory does not bind another one."""
 
 
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _in_turn(method: F) -> F:
+    """Let calls from several threads wait for each other, also those of other schedulers on the same devices."""
+
+    @functools.wraps(method)
+    def call(self: Scheduler, *args: Any, **kw: Any) -> Any:
+        with ExitStack() as turns:
+            for turn in self._turns:
+                turns.enter_context(turn)
+            return method(self, *args, **kw)
+
+    return call  # type: ignore[return-value]
+
+
 class Scheduler:
     """Runs graphs over several backends (`ggml_backend_sched_t`).
 
@@ -41,6 +59,8 @@ class Scheduler:
     graph_size: most nodes and leafs. parallel: four pipeline slots instead of one. op_offload: whether backends may take
     ops whose weights lie in host memory. quirks="ggml" reproduces ggml's hazards instead of refusing or mending them.
     transfer: how weights move. trace: where decisions and calls are recorded.
+
+    Calls from several threads happen one after the other. Threads that write inputs of their own need a scheduler each.
 
     A steady state does not change these counters: n_splittings, graphs assigned and cut; n_reservations, plans of memory made
     anew because the last one did not fit; n_reallocations, those that had to take other memory.
@@ -50,6 +70,8 @@ class Scheduler:
                  parallel: bool = False, op_offload: bool = True, quirks: str = "", transfer: WeightTransfer | None = None,
                  trace: Trace | None = None) -> None:  # fmt: skip
         self.backends = list(backends)
+        if strange := [b for b in self.backends if not isinstance(b, Backend)]:
+            raise ParameterError(f"{strange[0]!r} among the backends", "backends", "Scheduler([gpu, CpuBackend()])")
         if not self.backends or self.backends[-1].device_type is not DeviceType.CPU:
             raise ParameterError(f"backends {[b.name for b in self.backends]}", "at least one, and a CPU as the last",
                                  "append CpuBackend()")  # fmt: skip
@@ -63,6 +85,8 @@ class Scheduler:
             raise ParameterError(f"graph_size={graph_size!r}", "a whole number of nodes, 1 or more")
         self.graph_size, self.op_offload, self.quirks = graph_size, op_offload, quirks
         self.n_copies = MAX_COPIES if parallel else 1
+        turns = {id(turn): turn for turn in (threading.RLock(), *(b.turn for b in self.backends))}
+        self._turns = [turns[key] for key in sorted(turns)]  # in one order for all schedulers: none waits for ever
         self.n_splittings = self.n_reservations = self.n_reallocations = 0
         self._allocator = GraphAllocator(self.buffer_types, quirks)
         self._splitter = Splitter(self.backends, self.n_copies, quirks)
@@ -166,13 +190,14 @@ class Scheduler:
         return self._allocator.buffer_size(self._index(backend))
 
     def _index(self, backend: int | Backend) -> int:
-        if isinstance(backend, int) and 0 <= backend < len(self.backends):
+        if isinstance(backend, int) and not isinstance(backend, bool) and 0 <= backend < len(self.backends):
             return backend
         if backend in self.backends:
             return self.backends.index(backend)
         names = ", ".join(f"{i}: {b.name}" for i, b in enumerate(self.backends))
         raise ParameterError(f"backend {backend!r}", f"one of this scheduler's, or its number: {names}")
 
+    @_in_turn
     def set_backend(self, tensor: Tensor, backend: int | Backend) -> None:
         """Assign a node by hand, until the next reset (`ggml_backend_sched_set_tensor_backend`).
 
@@ -180,6 +205,8 @@ class Scheduler:
         computation of their own; quirks="ggml" accepts all of these, as ggml does, with garbage as the result.
         """
         b = self._index(backend)
+        if not isinstance(tensor, Tensor):
+            raise ParameterError(f"{tensor!r} to be assigned", "a tensor", "graph.find(name) finds one")
         if self.quirks != "ggml":
             self._assignment.require_assignable(tensor, b)
         self._user[tensor] = b
@@ -195,6 +222,7 @@ class Scheduler:
         self._is_allocated = False
         self._is_reset = not self._user
 
+    @_in_turn
     def reset(self) -> None:
         """Forget the last graph and all assignments by hand (`ggml_backend_sched_reset`)."""
         self._user = {}
@@ -216,6 +244,7 @@ class Scheduler:
             a.decide("usr", tensor, b, "usr")
         return a
 
+    @_in_turn
     def split(self, graph: CGraph) -> list[Split]:
         """Assign and cut a graph without giving it memory (`ggml_backend_sched_split_graph`).
 
@@ -223,6 +252,8 @@ class Scheduler:
         graph loses it. Where this fails, no graph is split, and assignments by hand stay.
         """
         self._forget()
+        if not isinstance(graph, CGraph):
+            raise ParameterError(f"a {type(graph).__name__}", "a graph", "build(result) makes one")
         graph.require_alive()
         if max(len(graph.nodes), len(graph.leafs)) > self.graph_size:
             raise GraphFull(f"a graph of {len(graph.nodes):,} nodes and {len(graph.leafs):,} leafs",
@@ -292,6 +323,7 @@ class Scheduler:
                 raise GraphError(f"a backend wants memory kept until {node.label}", "a node of the graph")
         return kept
 
+    @_in_turn
     def measure(self, graph: CGraph) -> list[int]:
         """Bytes of compute memory per backend that `reserve` would take; takes none (`ggml_backend_sched_reserve_size`).
         Ends in a reset."""
@@ -304,6 +336,7 @@ class Scheduler:
         finally:
             self.reset()
 
+    @_in_turn
     def reserve(self, graph: CGraph) -> None:
         """Make the compute memory large enough for `graph`, the largest one to come (`ggml_backend_sched_reserve`).
 
@@ -317,6 +350,7 @@ class Scheduler:
         finally:
             self.reset()
 
+    @_in_turn
     def alloc(self, graph: CGraph) -> None:
         """Assign, cut and place a graph; then its inputs can be written (`ggml_backend_sched_alloc_graph`).
 
@@ -363,12 +397,17 @@ class Scheduler:
 
     # ---- running
 
+    @_in_turn
     def compute(self, graph: CGraph) -> bool:
-        """Run a graph and wait for it (`ggml_backend_sched_graph_compute`); False where a callback stopped it early."""
+        """Run a graph and wait for it (`ggml_backend_sched_graph_compute`); False where a callback stopped it early.
+
+        Results may lie where inputs were: write all inputs again before the next run.
+        """
         finished = self.compute_async(graph)
         self.synchronize()
         return finished
 
+    @_in_turn
     def compute_async(self, graph: CGraph) -> bool:
         """Run a graph; results are there after `synchronize`. One that is not allocated yet is split and placed first.
 
@@ -385,6 +424,7 @@ class Scheduler:
         with self._runtime.giving_up(), self._splitter.rewritten():
             return self._runtime.run(self.splits)
 
+    @_in_turn
     def synchronize(self) -> None:
         """Wait for all backends (`ggml_backend_sched_synchronize`)."""
         with self._runtime.giving_up():
@@ -397,6 +437,7 @@ class Scheduler:
         with self._splitter.rewritten():
             return record.debug(self, level)
 
+    @_in_turn
     def close(self) -> None:
         """Give the compute memory back; the backends stay as they are (`ggml_backend_sched_free`)."""
         self.reset()

@@ -88,7 +88,7 @@ class UsedExperts:
         ids, home = self._where_ids_are(route, target, split, position, node)
         if not ids.n_elements:
             return True
-        if ids is not self._ids:
+        if ids is not self._ids or self._used[-1] >= weight.ne[2]:  # a weight with fewer experts: they are checked again
             self._used = used_experts(ids, home, weight)
             self._ids = ids
         expert, memory = weight.nb[2], weight.require_data().host_bytes()
