@@ -8,7 +8,7 @@ import pytest
 from workbench import Context, CpuBackend, ops, simulated_machine
 from workbench.devices import DeviceType
 from workbench.devices.calibrate import calibrate
-from workbench.devices.cost import CPU, GPU, Speed, preset, presets
+from workbench.devices.cost import CPU, GPU, Speed, devices_of, preset, presets
 from workbench.devices.machines import preset_names
 from workbench.errors import FileFormatError, ParameterError
 from workbench.models.timing import layer_times
@@ -133,12 +133,27 @@ def test_wrong_names_are_explained(names):
     assert e.value.expected
 
 
-def test_a_file_without_presets(tmp_path):
-    for text in ("x", "[a]\ntitle = 'b'", "[a]\ntitle='t'\nkind='GPU'\nf32=[1,'s']\nwings=[2,'s']"):
-        (tmp_path / "a.toml").write_text(text)
-        with pytest.raises(FileFormatError):
-            presets(tmp_path / "a.toml")
-        (tmp_path / "a.toml").unlink()
+GOOD = "[a]\ntitle='t'\nkind='GPU'\nf32=[1,'s']\n"
+
+
+@pytest.mark.parametrize("text", ["x", "a=1", "[a]\ntitle = 'b'", GOOD.replace("GPU", "TPU"), "[a]\ntitle='t'\nkind='cards'\ncards=[]",
+    *(GOOD + more for more in ("wings=[2,'s']", "f16=[]", "f16=2", "memory=[0,'s']", "memory=[-4,'s']", "memory=[nan,'s']", "memory=[inf,'s']",
+                               "capacity=[1e300,'s']", "link_ns=[-1,'s']", "starts=[1]", "starts={ADD=-5}", "starts={ADD=inf}",
+                               "reached={f32=0}", "reached={f32=2}"))])  # fmt: skip
+def test_a_file_without_presets(tmp_path, text):
+    file = tmp_path / "a.toml"
+    file.write_text(GOOD)
+    assert devices_of(str(file))[0].speed.flops == 1
+    other = tmp_path / "b.toml"
+    other.write_text(text)
+    with pytest.raises(FileFormatError):
+        devices_of(str(other))
+
+
+def test_machines_name_cards_not_machines(tmp_path):
+    (tmp_path / "a.toml").write_text("[a]\ntitle='t'\nkind='cards'\ncards=['laptop', 'two-rtx3090']")
+    with pytest.raises(FileFormatError):
+        simulated_machine(str(tmp_path / "a.toml"))
 
 
 def test_blas_takes_large_packed_products_only(ctx):

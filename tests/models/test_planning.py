@@ -219,6 +219,15 @@ def test_an_unknown_architecture_gets_its_bytes_and_is_told_so(unknown):
     assert sum(d.weights for d in plan.devices) == everything and all(d.kv == d.compute == 0 for d in plan.devices)
 
 
+def test_a_header_that_lies_about_its_layers(tmp_path):
+    path = tmp_path / "lies.gguf"
+    keys = [craft.key("general.architecture", craft.STR, "odd"), craft.key("odd.block_count", craft.U32, 2**32 - 1)]
+    infos = [craft.tensor(f"blk.{i}.ffn_up_exps.weight", (32, 4, 4), 0, 2048 * j) for j, i in enumerate((5, 10**20))]
+    path.write_bytes(craft.gguf(keys, infos) + bytes(4096))
+    plan = plan_schedule(path, "two-rtx3090")
+    assert [d.weights for d in plan.devices] == [2048, 2048, 0] and fit(path, 3000, G, 1e9).fits == "split"
+
+
 def test_dense_models_are_planned_too(tmp_path):
     path = tmp_path / "dense.gguf"
     path.write_bytes(small_file(expert_count=0))

@@ -100,6 +100,10 @@ CPU = Speed(launch_ns=200, flops=100.0, memory=20.0, link=10.0, link_ns=200)
 PRESETS_FILE = Path(__file__).with_name("presets.toml")
 RATES = {"link", "pageable", "memory", "flops", "vector", "f32", "f16", "quantised"}
 NUMBERS = {"launch_ns", "expert_ns", "link_ns", "sync_ns", "capacity"}
+KINDS = ("GPU", "BLAS", "CPU")
+"""As devices stand in a scheduler: cards, accelerators, the host last."""
+MOST = 1e15
+"""Larger figures are mistakes: of bytes, a petabyte."""
 
 
 @dataclass(frozen=True)
@@ -158,23 +162,30 @@ def _presets(path: Path) -> Mapping[str, Preset]:
     try:
         data = tomllib.loads(path.read_text("utf-8"))
         return {name: _preset(name, table) for name, table in data.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError) as e:
         raise FileFormatError(
             f"{shown(path)} holds no presets: {type(e).__name__}: {e}", "tables like those of presets.toml"
         ) from None
 
 
 def _preset(name: str, table: dict[str, Any]) -> Preset:
+    if table["kind"] == "cards":
+        if not isinstance(table["cards"], list) or not table["cards"]:
+            raise ValueError(f"preset {name} names no cards")
+        return Preset(name, str(table["title"]), "cards", 0, GPU, {}, {}, {}, tuple(map(str, table["cards"])))
+    if table["kind"] not in KINDS:
+        raise ValueError(f"preset {name} is of kind {table['kind']!r}: one of {', '.join(KINDS)} or cards")
     figures = {k: float(v[0]) for k, v in table.items() if k in RATES | NUMBERS}
     sources = {k: str(table[k][1]) for k in figures}
     reached = {k: float(v) for k, v in table.get("reached", {}).items()}
-    if table["kind"] == "cards":
-        return Preset(name, str(table["title"]), "cards", 0, GPU, {}, {}, {}, tuple(table["cards"]))
     unknown = table.keys() - figures.keys() - {"title", "kind", "reached", "starts", "unpacked"}
     if unknown or not reached.keys() <= figures.keys():
         raise ValueError(
             f"preset {name} has unknown figures {', '.join(sorted(unknown | reached.keys() - figures.keys()))}"
         )
+    for k, v in figures.items():
+        if not (0 if k in NUMBERS else 1e-6) <= v <= MOST or not 0 < reached.get(k, 1.0) <= 1:
+            raise ValueError(f"preset {name}: {k} = {v:g}, of which {reached.get(k, 1.0):.0%} are reached")
     real = {k: v * reached.get(k, 1.0) for k, v in figures.items()}
     types = {t: real["f16"] for t in ("f16", "bf16") if "f16" in real}
     if "quantised" in real:
@@ -182,6 +193,8 @@ def _preset(name: str, table: dict[str, Any]) -> Preset:
     numbers = {k: int(real[k]) for k in NUMBERS & real.keys() - {"capacity"}}
     rates = {k: real[k] for k in ("memory", "link", "pageable", "vector") if k in real}
     starts = {str(k): int(v) for k, v in table.get("starts", {}).items()}
+    if not all(0 <= v <= MOST for v in starts.values()):
+        raise ValueError(f"preset {name}: starts of 0 to {MOST:g} ns")
     given: dict[str, Any] = {str(k): v for k, v in (*rates.items(), *numbers.items())}
     speed = Speed(flops=real["f32"], flops_of=types, starts=starts, unpacked=bool(table.get("unpacked")), **given)
     return Preset(
@@ -214,4 +227,7 @@ def preset(name: str) -> Preset:
 def devices_of(name: str) -> list[Preset]:
     """The devices behind the name of a preset: itself, or those of a machine with several."""
     found = preset(name)
-    return [preset(card) for card in found.cards] or [found]
+    cards = [preset(card) for card in found.cards]
+    if any(card.cards for card in cards):
+        raise FileFormatError(f"{shown(name)} names machines", "cards")
+    return cards or [found]

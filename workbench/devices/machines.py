@@ -35,8 +35,7 @@ def preset_names(text: str) -> list[cost.Preset]:
     """The presets that a text names, as devices stand in a scheduler: cards, accelerators, the host last; that is "cpu" where
     none is named. Raises ParameterError where one is unknown or there are two hosts."""
     named = [p for word in text.split(",") for p in cost.devices_of(word.strip())]
-    order = {"GPU": 0, "BLAS": 1, "CPU": 2}
-    found = sorted(named, key=lambda p: order[p.kind])
+    found = sorted(named, key=lambda p: cost.KINDS.index(p.kind))
     if sum(p.kind == "CPU" for p in found) > 1 or sum(p.kind == "BLAS" for p in found) > 1 or len(found) > MOST_CARDS:
         raise ParameterError(
             f"devices {shown(text)!r}", f"at most {MOST_CARDS} devices, one accelerator and one CPU among them"

@@ -227,13 +227,13 @@ class _Planner:
     def _bytes_only(self, out: SchedulePlan, n: int, rules: Mapping[str, str]) -> SchedulePlan:
         """An architecture that nobody builds graphs for: where its weights would go, by their names."""
         shares = self._shares() or [1.0] * len(self.gpus)
-        homes = [home_of_layer(i, out.n_layer + 1, n, self.gpus, self.backends[-1], shares).name for i in range(out.n_layer + 1)]
         totals: dict[str, int] = defaultdict(int)
         for info in self.file.tensors.values():
             rule = next((d for p, d in rules.items() if re.search(p, info.name)), None)
             layer = re.match(r"blk\.(\d+)\.", info.name)
             i = min(int(layer[1]), out.n_layer) if layer else out.n_layer if info.name.startswith("output") else None
-            totals[rule or ("CPU" if i is None else homes[i])] += info.nbytes
+            home = self.backends[-1] if i is None else home_of_layer(i, out.n_layer + 1, n, self.gpus, self.backends[-1], shares)
+            totals[rule or home.name] += info.nbytes
         out.devices = [
             Device(b.name, _title(b), totals[b.name], 0, 0, _capacity(b))
             for b in self.backends
