@@ -5,14 +5,16 @@ import dataclasses
 import numpy as np
 import pytest
 
-from workbench import Context, CpuBackend, ops, simulated_machine
+from workbench import Context, CpuBackend, build, ops, simulated_machine
 from workbench.devices import DeviceType
 from workbench.devices.calibrate import calibrate
 from workbench.devices.cost import CPU, GPU, Speed, devices_of, preset, presets
 from workbench.devices.machines import preset_names
 from workbench.errors import FileFormatError, ParameterError
 from workbench.models.timing import layer_times
-from workbench.tensors import HostStorage, Usage
+from workbench.tensors import Flag, HostStorage, Usage
+from workbench.trace import Trace
+from workbench.views.run_data import run_data
 
 
 @pytest.fixture
@@ -86,6 +88,35 @@ def test_pageable_memory_keeps_the_host_busy(ctx, pinned, waits):
     assert gpu.machine.now - start == (10 + 250 if pinned else waits)
     tensor.storage.write(0, host)
     assert gpu.machine.now - start == 2 * (10 + 250 if pinned else waits)
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_a_prefetch_runs_beside_the_stream_and_needs_its_event(wait):
+    """The copy stream: 100 ns of copying beside a kernel, seen by those that wait for it and not before."""
+    gpu, cpu = simulated_machine(speed=Speed(launch_ns=40, flops=1e9, memory=1e9, link=4.0, link_ns=0))
+    with Context() as ctx:
+        tensors = [ctx.new_tensor("f32", 100) for _ in range(2)]
+        ys = [ops.scale(t, 2.0).mark(Flag.OUTPUT) for t in tensors]
+        for t in (*tensors, *ys):
+            t.place(gpu.buffer_type.alloc_buffer(400))
+        for t in tensors:
+            t.set(np.zeros(100, np.float32))
+        source = cpu.buffer_type.alloc_buffer(400)
+        source.write(0, np.ones(100, np.float32))
+        start, gpu.trace = gpu.machine.now, Trace("virtual")
+        gpu.compute_async(build(ys[0]))
+        used = gpu.new_event("used")
+        used.record()
+        done = gpu.prefetch(tensors[1], source.host_bytes(), after=None if wait else used)
+        if wait:
+            gpu.wait_event(done)
+        gpu.compute_async(build(ys[1]))
+        gpu.synchronize()
+        spans = {(d["stream"], e.start - start, e.end - start) for e in gpu.trace.of("busy") for d in [gpu.trace.described(e)]}
+        assert set(ys[1].numpy()) == {2.0 if wait else 0.0}
+    want = {("copies", 0, 100), ("compute", 100, 140)} if wait else {("copies", 40, 140), ("compute", 40, 80)}
+    assert spans == want | {("compute", 0, 40)} and gpu.machine.now - start >= 140
+    assert {lane for lane in run_data(gpu.trace).lanes if lane[0] == "GPU"} == {("GPU", "compute"), ("GPU", "copies")}
 
 
 def test_waiting_has_a_price():

@@ -1,8 +1,9 @@
 """What work costs on a simulated device, in virtual nanoseconds, and the presets that say so of real machines.
 
 A device works through one stream, as a backend of ggml does: kernels and the copies that are asked of it come one after the
-other, so a copy never overlaps with computing on the same device (`ggml_backend_cuda` copies on its compute stream). What does overlap
-is the work of different devices, and the host's. A copy between two cards runs on the stream of the source.
+other, so a copy does not overlap with computing on the same device (`ggml_backend_cuda` copies on its compute stream). What does overlap
+is the work of different devices, and the host's. A copy between two cards runs on the stream of the source. `prefetch`, which ggml's
+scheduler never asks for, has a copy stream of its own: copies there run beside what the device computes, at the full speed of both.
 
 A kernel takes a start-up time and then as long as the slower of arithmetic and memory (a roofline). A copy takes a
 latency and its bytes over the link. Out of pageable memory, such as a mapped file, the driver copies through a pinned

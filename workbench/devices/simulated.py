@@ -277,6 +277,7 @@ class SimulatedDevice(Backend):
         self.activation_rounding = activation_rounding
         self.optimizer = optimizer
         self.free_at = 0  # when the work asked for so far is done
+        self.copied_at = 0  # the same of the copy stream
         self._open_at = 0  # from when on others may copy into its memory: when the awaited events are reached
         self.fail_compute = self.fail_copy = 0
         self.lock = self.turn = machine.lock
@@ -344,14 +345,16 @@ class SimulatedDevice(Backend):
 
     def _ask(self, ns: int, name: str, effect: Callable[[], Any], copied: int | None = None) -> None:
         """Put work of `ns` nanoseconds behind what was asked for so far; `copied`: the bytes of a copy."""
-        start = max(self.free_at, self.machine.now)
-        self.free_at = start + ns
-        if self.trace is not None:
-            work = "compute" if copied is None else "copy"
-            self.trace.add("busy", start, self.free_at, device=self.name, stream="compute", work=work, name=name, bytes=copied or 0)
-        self.machine.ask(self.free_at, effect, self)
+        self.free_at = self._busy("compute", max(self.free_at, self.machine.now), ns, name, effect, copied)
         if not self.waits:  # no stream: the host does the work itself, or stands beside it
             self.machine.reach(self.free_at)
+
+    def _busy(self, stream: str, start: int, ns: int, name: str, effect: Callable[[], Any], copied: int | None) -> int:
+        if self.trace is not None:
+            work = "compute" if copied is None else "copy"
+            self.trace.add("busy", start, start + ns, device=self.name, stream=stream, work=work, name=name, bytes=copied or 0)
+        self.machine.ask(start + ns, effect, self)
+        return start + ns
 
     def compute_async(self, graph: NodeList) -> None:
         """Ask for all nodes; each happens when the clock reaches its end."""
@@ -377,15 +380,34 @@ class SimulatedDevice(Backend):
         """Ask for host bytes to be written; they are read when the transfer happens, not now."""
         if not self.async_io:
             return super().set_async(tensor, data, offset)
+        pinned, ns, effect = self._writing(tensor, data, offset)
+        self._ask(ns, tensor.name, effect, data.nbytes)
+        if not pinned:  # the driver copies through its own pinned buffer, and the host with it
+            self.machine.reach(self.free_at)
+        return None
+
+    def prefetch(self, tensor: Tensor, data: np.ndarray, offset: int = 0, after: Event | None = None) -> SimulatedEvent:
+        """`set_async` on the copy stream, beside what the device computes: after `after`, up to the event that is returned.
+
+        As with `CudaBackend.prefetch` nothing else keeps the two apart: `after` says when the memory is no longer read, and `wait_event`
+        of the result stands before the first use.
+        """
+        done = SimulatedEvent(self, f"{self.name} has {tensor.name}")
+        pinned, ns, effect = self._writing(tensor, data, offset)
+        start = max(self.copied_at, self.machine.now, after.time if isinstance(after, SimulatedEvent) else 0)
+        done.time = self.copied_at = self._busy("copies", start, ns, tensor.name, effect, data.nbytes)
+        if not (pinned and self.waits):
+            self.machine.reach(self.copied_at)
+        return done
+
+    def _writing(self, tensor: Tensor, data: np.ndarray, offset: int) -> tuple[bool, int, Callable[[], Any]]:
+        """A copy out of host memory: whether that is pinned, the time it takes, and what does it."""
         self._count_copy(tensor)
         self.note("set_async", device=self.name, name=tensor.name, offset=offset, bytes=data.nbytes)
         start = tensor.offset + offset
         target = tensor.require_data().device_bytes()[start : start + data.nbytes]
         pinned = self.speed.pageable is None or self.machine.is_pinned(data)
-        self._ask(self.speed.transfer_ns(data.nbytes, pinned), tensor.name, lambda: np.copyto(target, data), data.nbytes)
-        if not pinned:  # the driver copies through its own pinned buffer, and the host with it
-            self.machine.reach(self.free_at)
-        return None
+        return pinned, self.speed.transfer_ns(data.nbytes, pinned), lambda: np.copyto(target, data)
 
     def get_async(self, tensor: Tensor) -> np.ndarray:
         """Ask for the bytes of a tensor; the array is filled when the transfer happens."""
@@ -442,12 +464,12 @@ class SimulatedDevice(Backend):
     def cancel(self) -> None:
         """Forget what it was asked for."""
         self.machine.cancel(self)
-        self.free_at = self.machine.now
+        self.free_at = self.copied_at = self.machine.now
 
     def synchronize(self) -> None:
         """Let the host wait until the device is done."""
         if self.waits:
-            done = max(self.free_at, self.machine.now) + self.speed.sync_ns
+            done = max(self.free_at, self.copied_at, self.machine.now) + self.speed.sync_ns
             self.note("sync", done, device=self.name)
             self.machine.reach(done)
 
