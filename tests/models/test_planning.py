@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from tests.models import craft
+from tests.models.architectures import write
 from tests.models.headers import N_VOCAB, qwen3
 from tests.models.small import small_file
 from workbench import Scheduler, Session, load, place_weights, simulated_machine
@@ -14,7 +15,7 @@ from workbench.models.fitting import fit
 from workbench.models.gguf import open_gguf
 from workbench.models.kv_cache import KVCache
 from workbench.models.phases import COPIES, ways
-from workbench.models.planning import EXPERTS, expert_bytes, expert_layers, plan_schedule
+from workbench.models.planning import EXPERTS, WINDOW, expert_bytes, expert_layers, plan_schedule
 from workbench.models.transformer import build_step
 from workbench.trace import Trace
 
@@ -323,6 +324,16 @@ def test_notes_fit_the_plan(huge):
     assert "op offload" in notes("tiny-mixtral-f16", "laptop", n_cpu_moe=1) and "CUDA graphs" not in notes("tiny-mixtral-f16", "cpu")
     # the norm of 32 heads is a batch of 32 rows to ggml's rule, the norm of 4 is none
     assert "get_op_batch_size" in notes(huge, "laptop", n_gpu_layers=8)
+
+
+def test_what_has_no_effect_is_said(tmp_path):
+    path = tmp_path / "dense.gguf"
+    path.write_bytes(small_file(expert_count=0))
+    plan = plan_schedule(path, "laptop", batch=8, context=256, n_cpu_moe=2, overrides={"_exbs": "CPU", "attn_q": "CPU"})
+    assert [n for n in plan.notes if "fits no tensor" in n] == ["The pattern _exbs fits no tensor's name."]
+    assert any("no merged experts" in n for n in plan.notes)
+    windowed = write("gpt-oss", tmp_path / "gpt-oss.gguf")
+    assert WINDOW in fit(windowed, G, G, 1e9).notes and WINDOW in plan_schedule(windowed, "laptop").notes
 
 
 def test_cards_share_layers_by_their_memory_without_a_builder_too(tmp_path):

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from workbench.errors import ParameterError, WorkbenchError, shown
 from workbench.models.gguf import GGUFFile, open_gguf
 from workbench.models.hparams import ARCHITECTURES
-from workbench.models.planning import EXPERTS, expert_bytes, expert_layers, plan_schedule
+from workbench.models.planning import EXPERTS, WINDOW, expert_bytes, expert_layers, plan_schedule
 
 STAND_IN = "cpu,rtx3090-pcie4"
 """Any machine with one card: bytes do not depend on its speeds."""
@@ -139,6 +139,7 @@ def _measured(file: GGUFFile, context: int, batch: int, kv: str, notes: list[str
                      f"Builders: {', '.join(ARCHITECTURES)}.")  # fmt: skip
         return _plain_cache(file, context, kv, notes), 0
     plan = plan_schedule(file, STAND_IN, overrides={EXPERTS: "CPU"}, context=context, batch=batch, kv=kv)
+    notes += [note for note in plan.notes if note == WINDOW]
     card = plan.devices[0]
     return card.kv, card.compute
 

@@ -33,6 +33,8 @@ from workbench.tensors.context import padded
 
 EXPERTS = r"\.ffn_(up|down|gate|gate_up)_(ch|)exps"
 """Names of merged experts (`LLM_FFN_EXPS_REGEX`): what `--n-cpu-moe` keeps on the host."""
+WINDOW = ("Layers with a sliding window get as many cells as the others (llama.cpp --swa-full); without that, theirs are as many as the "
+          "window and a batch need.")  # fmt: skip
 
 
 class Device(NamedTuple):
@@ -127,7 +129,11 @@ class _Planner:
         if not isinstance(n_cpu_moe, int) or not 0 <= n_cpu_moe <= 512:
             raise ParameterError(f"n_cpu_moe={n_cpu_moe!r}", "0 to 512 layers")
         rules = rules | {p: "CPU" for i in range(min(n_cpu_moe, n_layer)) if (p := rf"blk\.{i}{EXPERTS}") not in rules}
+        names = {"output.weight", *self.file.tensors}
+        self.notes += [f"The pattern {shown(p)} fits no tensor's name." for p in overrides if not any(re.search(p, n) for n in names)]
         experts, active = expert_bytes(self.file)
+        if n_cpu_moe and not experts:
+            self.notes.append("--n-cpu-moe has no effect: the model has no merged experts.")
         if batch > context:
             self.notes.append(f"A prompt of {batch:,} tokens does not fit into {context:,} cells: one of {context:,} is planned.")
             batch = context
@@ -137,6 +143,8 @@ class _Planner:
             return self._bytes_only(out, n, rules)
         model = Model(self.file)
         try:
+            if model.hparams.window:
+                self.notes.append(WINDOW)
             for weight in model.weights.values():
                 weight.place(self.weights, weight.offset)
             self.machine.routes = self.routes = _Routes(model, routes, batch) if model.hparams.moe_layers else None
