@@ -181,6 +181,16 @@ def test_a_file_without_presets(tmp_path, text):
         devices_of(str(other))
 
 
+def test_a_file_with_several_devices_is_a_machine(tmp_path):
+    file = tmp_path / "mine.toml"
+    file.write_text(GOOD.replace("[a]", "[host]").replace("GPU", "CPU") + GOOD)
+    assert [p.kind for p in preset_names(str(file))] == ["GPU", "CPU"]
+    file = tmp_path / "wrong.toml"
+    file.write_text(GOOD + "[m]\ntitle='t'\nkind='cards'\ncards=['laptop']\n")
+    with pytest.raises(FileFormatError):
+        preset_names(str(file))
+
+
 def test_machines_name_cards_not_machines(tmp_path):
     (tmp_path / "a.toml").write_text("[a]\ntitle='t'\nkind='cards'\ncards=['laptop', 'two-rtx3090']")
     with pytest.raises(FileFormatError):

@@ -20,6 +20,8 @@ from tests.parity import ops as parity
 from tests.scheduler import random_runs
 from workbench import OPS, Context, CpuBackend, Flag, Scheduler, Session, Tensor, Usage, build, load, ops, place_weights
 from workbench.devices import HOST_MEMORY, BufferType, cuda, cuda_memory
+from workbench.devices.calibrate import Calibrator
+from workbench.devices.cost import devices_of
 from workbench.devices.cuda import CudaBackend, why_not
 from workbench.errors import AllocationError, DependencyError, ParameterError, StorageError
 from workbench.execution import compute
@@ -319,6 +321,15 @@ def test_work_and_copies_are_stretches_of_the_timeline(fake):
 
 
 # ---- what it supports, and errors
+
+
+def test_a_card_can_be_calibrated(fake, tmp_path):
+    calibrator = Calibrator(CudaBackend(), scale=1)
+    calibrator.round()
+    (tmp_path / "mine.toml").write_text(calibrator.result().to_toml("this-gpu"), "utf-8")
+    calibrator.close()
+    (p,) = devices_of(str(tmp_path / "mine.toml"))
+    assert (p.kind, p.capacity, p.speed.unpacked) == ("GPU", 2**31, False) and p.speed.starts and p.speed.link_ns > 0
 
 
 def test_batches_from_32_on_are_offered_to_the_device_whose_weights_are_not_there(fake, monkeypatch):

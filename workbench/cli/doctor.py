@@ -48,12 +48,12 @@ def main(argv: list[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog="python -m workbench doctor", description=HELP)
     p.add_argument("--calibrate", nargs="?", const="", metavar="FILE.toml",
-                   help="measure this machine's CPU, and its GPU where there is one, and how well that predicts a model; write the preset")
+                   help="measure this machine's CPU, and its GPU where there is one, and how well that predicts a model; write the presets")
     return p
 
 
 def calibrate(path: str) -> int:
-    """Measure, print, and write a preset for `schedule --device FILE.toml`."""
+    """Measure, print, and write presets for `schedule --device FILE.toml`."""
     if path and (not path.endswith(".toml") or not Path(path).resolve().parent.is_dir()):
         print(f"doctor: cannot write to {path!r}\n  expected: a name that ends in .toml, in a folder that is there", file=sys.stderr)
         return 2
@@ -72,7 +72,7 @@ def calibrate(path: str) -> int:
     except Exception as error:
         print(f"\nno GPU measured: {str(error).splitlines()[0]}")
     else:
-        toml = measure(gpu).to_toml("this-gpu")
+        toml += "\n" + measure(gpu).to_toml("this-gpu")
     print(f"\n{toml}", end="")
     if path:
         try:

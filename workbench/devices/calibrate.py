@@ -19,6 +19,8 @@ from workbench.devices.cost import Speed
 from workbench.devices.cpu import CpuBackend
 from workbench.tensors import OPS, Context, Tensor, Usage, ops
 
+FOR_CARDS = 16
+"""Products of 2048 x 2048 take a card some 0.1 ms: many times what it takes to start them."""
 TYPES = ("f32", "f16", "q8_0", "q4_0")
 EXPERTS, SMALL, COPY = 16, 16, 16 * 2**20
 
@@ -86,13 +88,13 @@ def _starts(c: Context) -> dict[str, Tensor]:
     }  # fmt: skip
 
 
-def _large(c: Context) -> dict[str, Tensor]:
-    """Nodes on so many numbers that their start counts little."""
+def _large(c: Context, s: int) -> dict[str, Tensor]:
+    """Nodes on so many numbers that their start counts little; s: how many times as wide as for a CPU."""
     new = c.new_tensor
     return {
-        "memory": ops.add(new("f32", 2**22), new("f32", 2**22)), "vector": ops.soft_max(new("f32", 256, 512)),
-        "experts": ops.mul_mat_id(new("f16", 128, 64, EXPERTS), new("f32", 128, 1, 64), new("i32", 2, 64)),
-        **{k: ops.mul_mat(new(k, 128, 128), new("f32", 128, 64)) for k in TYPES},
+        "memory": ops.add(new("f32", 2**22 * s), new("f32", 2**22 * s)), "vector": ops.soft_max(new("f32", 256 * s, 512 * s)),
+        "experts": ops.mul_mat_id(new("f16", 128 * s, 64 * s, EXPERTS), new("f32", 128 * s, 1, 64 * s), new("i32", 2, 64 * s)),
+        **{k: ops.mul_mat(new(k, 128 * s, 128 * s), new("f32", 128 * s, 64 * s)) for k in TYPES},
     }  # fmt: skip
 
 
@@ -115,30 +117,45 @@ class Calibration:
                                      "launch_ns": s.launch_ns, "expert_ns": s.expert_ns, "link_ns": s.link_ns,
                                      "sync_ns": s.sync_ns}  # fmt: skip
         lines = [f"[{name}]", f'title = "{self.title}"', f'kind = "{self.kind}"']
-        lines += [f'{k} = [{v:.6g}, "measured: {self.how.get(k, "see calibrate.py")}"]'
+        lines += [f'{k} = [{v if k == "capacity" else f"{v:.6g}"}, "measured: {self.how.get(k, "see calibrate.py")}"]'
                   for k, v in figures.items() if k != "capacity" or v]  # fmt: skip
         starts = ", ".join(f'"{op}" = {ns}' for op, ns in s.starts.items())
         return "\n".join([*lines, f"starts = {{ {starts} }}", *(["unpacked = true"] if s.unpacked else [])]) + "\n"
 
 
-HOW = {
-    "memory": "ADD of two arrays of 16 MiB", "f32": "a product of 128 x 128 and 128 x 64", "f16": "the same with f16 weights",
-    "quantised": "the same with q4_0 weights", "vector": "SOFT_MAX of 512 rows of 256", "link": "a copy of 16 MiB",
-    "pageable": "a copy of 16 MiB out of ordinary memory", "launch_ns": "ADD of 16 numbers; starts: other ops on as few",
-    "expert_ns": "MUL_MAT_ID with 16 experts of 128 x 64, per expert, without its arithmetic", "link_ns": "a copy of 4 bytes",
-    "sync_ns": "waiting for nothing",
-}  # fmt: skip
+def _how(s: int) -> dict[str, str]:
+    return {
+        "memory": f"ADD of two arrays of {16 * s} MiB", "f32": f"a product of {128 * s} x {128 * s} and {128 * s} x {64 * s}",
+        "f16": "the same with f16 weights", "quantised": "the same with q4_0 weights", "vector": f"SOFT_MAX of {512 * s} rows of {256 * s}",
+        "link": "a copy of 16 MiB", "pageable": "a copy of 16 MiB out of ordinary memory",
+        "launch_ns": "ADD of 16 numbers and a wait; starts: other ops on as few", "capacity": "what the driver says",
+        "expert_ns": f"MUL_MAT_ID with 16 experts of {128 * s} x {64 * s}, per expert, without its arithmetic",
+        "link_ns": "a copy of 4 bytes", "sync_ns": "waiting for nothing",
+    }  # fmt: skip
+
+
+def _capacity(backend: Any) -> int:
+    """Bytes of a card; 0 for a host."""
+    if getattr(backend, "cupy", None) is None:
+        return 0
+    with backend.cupy.cuda.Device(backend.device):
+        return int(backend.cupy.cuda.runtime.memGetInfo()[1])
 
 
 class Calibrator:
-    """Measures a backend: call `round` as often as there is time for, in between other work; `result` is the best of all rounds."""
+    """Measures a backend: call `round` as often as there is time for, in between other work; `result` is the best of all rounds.
 
-    def __init__(self, backend: Backend | None = None) -> None:
+    scale: how many times as wide matrices are as for a CPU (None: as suits the device).
+    """
+
+    def __init__(self, backend: Backend | None = None, scale: int | None = None) -> None:
         self.backend = backend or CpuBackend()
+        self.scale = scale or (1 if self.backend.device_type is DeviceType.CPU else FOR_CARDS)
         self.context = Context(2**20, no_alloc=True, name="calibration")
         with self.context.active():
             self.benches = {
-                name: Bench(self.backend, node) for name, node in (_starts(self.context) | _large(self.context)).items()
+                name: Bench(self.backend, node)
+                for name, node in (_starts(self.context) | _large(self.context, self.scale)).items()
             }
         self._copies: dict[str, float] = {}
         self._buffer = self.backend.buffer_type.alloc_buffer(COPY)
@@ -190,7 +207,7 @@ class Calibrator:
         title = (
             f"{self.backend.name} of this machine ({platform.machine()}, {platform.system()}), kernels of the workbench"
         )
-        return Calibration(title, kind, speed, 0, dict(HOW))
+        return Calibration(title, kind, speed, _capacity(self.backend), _how(self.scale))
 
     def close(self) -> None:
         """Give the memory back; the backend stays."""

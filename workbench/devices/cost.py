@@ -226,9 +226,12 @@ def preset(name: str) -> Preset:
 
 
 def devices_of(name: str) -> list[Preset]:
-    """The devices behind the name of a preset: itself, or those of a machine with several."""
-    found = preset(name)
-    cards = [preset(card) for card in found.cards]
-    if any(card.cards for card in cards):
-        raise FileFormatError(f"{shown(name)} names machines", "cards")
-    return cards or [found]
+    """The devices behind the name of a preset: itself, or those of a machine or of a file with several."""
+    if name.endswith(".toml") and len(several := list(presets(Path(name)).values())) > 1:
+        found = several
+    else:
+        one = preset(name)
+        found = [preset(card) for card in one.cards] or [one]
+    if any(p.cards for p in found):
+        raise FileFormatError(f"{shown(name)} names machines among others", "devices, or one machine and its cards")
+    return found
