@@ -201,8 +201,8 @@ class _Planner:
         several = sum(b.device_type is DeviceType.GPU for b in self.backends) > 1
         out.pipelined = several and out.n_gpu_layers > out.n_layer and not rules
         cache = KVCache(placed.hparams, context, placed.layer_types, kv)
-        # As many outputs as tokens, as llama.cpp reserves. Its graph has one more input, embeddings in place of tokens: 4 bytes per token and
-        # hidden number that are missing here on the host.
+        # As many outputs as tokens, as llama.cpp reserves. Its graph has one more input, embeddings in place of tokens: 4 bytes per token
+        # and hidden number that are missing here on the host.
         largest = build_step(placed, cache, batch, cache.n_ctx, batch)
         size = 2 * max(len(largest.graph.nodes), len(largest.graph.leafs))
         scheduler = Scheduler(self.backends, graph_size=size, parallel=out.pipelined)
