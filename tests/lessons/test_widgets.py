@@ -11,6 +11,7 @@ import pytest
 import workbench.widgets as widgets
 from workbench import views
 from workbench.errors import ParameterError
+from workbench.lessons import open_lesson
 from workbench.paths import PACKAGE
 from workbench.widgets.base import script
 
@@ -87,6 +88,11 @@ def test_unknown_messages_are_ignored(message):
     player = widgets.PromptPlayer(source, [0, 1])
     player._asked(player, message, [])
     assert player.thread is None and not player.running
+
+
+def test_player_says_why_there_are_fewer_tokens_than_were_asked_for():
+    player = widgets.PromptPlayer(open_lesson("00").state.token_source(), range(6), "x" * 3000, n_tokens=9)
+    assert player.message == "done: 0 new tokens; the context of 256 tokens is full" and len(player.record["tokens"]) == 256
 
 
 def test_records_of_a_running_player_are_never_changed_afterwards():

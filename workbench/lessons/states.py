@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from functools import cached_property
 from typing import Any
 
@@ -27,20 +27,22 @@ DOMAINS = ("python", "english", "c", "chinese", "maths", "numeric")
 def token_source(model: models.Model, sampler: models.Sampler | None = None) -> Any:
     """A source for `widgets.PromptPlayer`: each token of the prompt, then each new one, with its routes in every layer."""
 
-    def tokens(prompt: str, n_tokens: int) -> Iterator[dict[str, Any]]:
+    def tokens(prompt: str, n_tokens: int) -> Generator[dict[str, Any], None, str]:
         draw = sampler or models.Sampler()
         draw = models.Sampler(draw.temperature, draw.top_k, draw.top_p, draw.seed)  # every run starts from the same seed
         with models.Session(model, recording=True) as session:
             room, ids = session.n_ctx, model.tokenizer.encode(prompt)[: session.n_ctx]
             logits, words = session.decode(ids), model.tokenizer.stream(special=True)
             yield from _with_routes(ids, words, session.routes, given=True)
-            for _ in range(min(n_tokens, room - len(ids))):
+            new = min(n_tokens, room - len(ids))
+            for _ in range(new):
                 token = draw(logits)
                 if token in model.tokenizer.eog:
-                    return
+                    return "the model ended its text"
                 session.clear_routes()
                 logits = session.decode([token])
                 yield from _with_routes([token], words, session.routes, given=False)
+            return f"the context of {room} tokens is full" if new < n_tokens else ""
 
     return tokens
 

@@ -11,14 +11,20 @@ function render({model, el, signal}) {
   const prompt = h('textarea', {id: box, rows: 2, style: 'width: 100%; box-sizing: border-box; font-family: var(--jp-code-font-family, monospace)',
     value: model.get('prompt'), oninput: () => { model.set('prompt', prompt.value); model.save_changes(); }});
   const layers = h('select', {onchange: () => { model.set('layer', +layers.value); model.save_changes(); }});
-  const count = h('input', {type: 'number', min: 1, max: 200, style: 'width: 5em', onchange: () => { model.set('n_tokens', Math.max(1, Math.min(200, +count.value || 1))); model.save_changes(); }});
+  const count = h('input', {type: 'number', min: 1, max: 200, style: 'width: 5em', onchange: () => { model.set('n_tokens', Math.max(1, Math.min(200, +count.value || 1))); count.value = model.get('n_tokens'); model.save_changes(); }});
   const generate = h('button', {type: 'button', className: 'wb-main', onclick: () => start()}, 'Generate (Ctrl+Enter)');
   const stop = h('button', {type: 'button', onclick: () => model.send({do: 'stop'})}, 'Stop');
   const say = h('div', {className: 'wb-say', role: 'status', 'aria-live': 'polite'});
   const note = h('div', {className: 'wb-note', role: 'status'});
   const text = h('div', {className: 'wb-tokens', tabIndex: 0, role: 'listbox', id: list, 'aria-label': 'Tokens; arrow keys choose one'});
   const table = h('div', {className: 'wb-scroll', tabIndex: 0, role: 'region', 'aria-label': 'Tokens with their experts'});
-  const start = () => { if (!model.get('running')) { model.set('prompt', prompt.value); model.save_changes(); model.send({do: 'generate'}); } };
+  let answered = true;
+  const start = () => {
+    if (model.get('running')) return;
+    model.set('prompt', prompt.value); model.save_changes(); model.send({do: 'generate'});
+    answered = false;                              // a restarted kernel knows nothing of this box
+    setTimeout(() => { if (!answered) note.textContent = 'No answer: the kernel was restarted or is busy. Run the set-up cell and this one again.'; }, 4000);
+  };
   const choose = k => { model.set('k', Math.max(0, Math.min(model.get('record').tokens.length - 1, k))); model.save_changes(); };
   el.addEventListener('keydown', event => {
     event.stopPropagation();                       // JupyterLab would run the cell, or move to another
@@ -36,7 +42,8 @@ function render({model, el, signal}) {
     if (prompt.value !== model.get('prompt') && document.activeElement !== prompt) prompt.value = model.get('prompt');
     if (layers.options.length !== record.layers.length) layers.replaceChildren(...record.layers.map((n, i) => h('option', {value: i}, `${n}`)));
     layers.value = layer;
-    count.value = model.get('n_tokens');
+    if (document.activeElement !== count) count.value = model.get('n_tokens');   // not while somebody types
+    answered ||= running;
     generate.disabled = running;
     stop.disabled = !running;
     say.textContent = sentence(record, k, layer);

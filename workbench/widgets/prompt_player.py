@@ -18,7 +18,8 @@ from workbench.widgets.base import Shown, script
 Token = dict[str, Any]
 """{"text", "given": from the prompt?, "experts": [layer][k], "weights": [layer][k]}"""
 Source = Callable[[str, int], Iterable[Token]]
-"""Called with a prompt and a number of new tokens; yields the prompt's tokens and then the new ones, as they come."""
+"""Called with a prompt and a number of new tokens; yields the prompt's tokens and then the new ones, as they come;
+a generator may return why there are fewer than were asked for."""
 
 EVERY = 0.04  # seconds between two looks of the page at the record
 
@@ -71,26 +72,30 @@ class PromptPlayer(Shown):
         tokens: list[Token] = []
         say = "stopped"
         try:
-            if self._collect(self._source(prompt, n_tokens), tokens):
-                say = f"done: {sum(not t['given'] for t in tokens)} new tokens"
+            why = self._collect(self._source(prompt, n_tokens), tokens)
+            if why is not None:
+                say = f"done: {sum(not t['given'] for t in tokens)} new tokens" + (f"; {why}" if why else "")
         except Exception as error:  # an exception of a thread would vanish; the page shows it
             say = f"{type(error).__name__}: {shown(error, 300)}"
         self._show(tokens)
         self.message, self.running = say, False
 
-    def _collect(self, source: Iterable[Token], tokens: list[Token]) -> bool:
+    def _collect(self, source: Iterable[Token], tokens: list[Token]) -> str | None:
+        """None if it was stopped, else what the source says about its end."""
         due = 0.0
         stream: Iterator[Token] = iter(source)
-        for token in stream:
-            tokens.append(token)
+        while True:
+            try:
+                tokens.append(next(stream))
+            except StopIteration as end:
+                return str(end.value or "")
             if self._halt.is_set():
                 if hasattr(stream, "close"):
                     stream.close()
-                return False
+                return None
             if time.monotonic() >= due:
                 self._show(tokens)
                 due = time.monotonic() + EVERY
-        return True
 
     def _show(self, tokens: list[Token]) -> None:
         self.record = {"layers": self.record["layers"], "tokens": list(tokens)}
