@@ -33,7 +33,7 @@ HELP = "build the notebooks from lessons/, or check that they are in step"
 MAX_LINES, MAX_WORDS, MAX_BYTES, MAX_MINUTES = 15, 150, 300_000, 50
 WIDGET = "application/vnd.jupyter.widget-view+json"
 SOURCE_ONLY = {"solution", "wrong"}
-MAX_COLUMNS = 112  # of code: more would be cut off at the right of a laptop's page
+MAX_COLUMNS = 106  # of code: more would be cut off in a window of 1,280 pixels
 MACHINE = re.compile(r"(/home/|/root/|/Users/|/tmp/|/var/folders/|[A-Z]:\\+Users\\|site-packages)")
 METADATA = {"kernelspec": {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"},
             "language_info": {"name": "python"}}  # fmt: skip

@@ -192,7 +192,7 @@ views.side_by_side([
     ("parameters: formula, model card", total, 3_776_128),
     ("bytes: 2 per parameter, the file", 2 * total, model.path.stat().st_size),
     ("expert bytes of one token: 2/8 of all, the graph", all_experts // 4, read)],
-    ("predicted", "found"), "The file is 1% larger: norms and routers are f32, and the vocabulary is in it.")
+    ("predicted", "found"), "The file is 1% larger: f32 norms and routers, and the vocabulary is in it.")
 
 # %% tags=["predict"]
 lesson.predict("resident")

@@ -343,7 +343,7 @@ views.table(["remedy", "nodes after 100 runs", "bytes of the arena"], rows,
 step = state.step()
 assert state.legal(step.graph)
 view = widgets.GraphView(step, "One token through the Mixtral",
-                         "Layer 0 is open. The view of the two best ids feeds three products with experts.")
+                         "Layer 0 is open. The view of the two best ids feeds three expert products.")
 view.choose("ffn_moe_topk-0")
 
 # %% [markdown]
@@ -393,7 +393,7 @@ for op, look, hatch in (("MUL_MAT", 1, ""), ("MUL_MAT_ID", 0, "//")):
              color=views.OKABE_ITO[look], ec="#333333")
     bottom = [a + b for a, b in zip(bottom, heights)]
 axes.legend(frameon=False, loc="upper center", ncols=2)
-views.picture(figure, "Bars: six layers of equal work, half of it with experts; the output, as much again.",
+views.picture(figure, "Bars: six layers of equal work, half of it in experts; the output as much.",
               "Layers cost the same, half of it in experts; the logits cost as much as a layer.")
 
 # %%
@@ -406,7 +406,7 @@ names = {s: data["tensors"][s]["name"] for s in often}
 picked = often[:4] + [s for s in often if names[s] in ("ffn_moe_topk-0", "l_out-0", "ffn_norm-0")]
 rows = [(names[s], data["tensors"][s]["op"], len(users[s]), ", ".join(users[s][:2])) for s in picked]
 views.table(["tensor", "op", "users", "the first two"], rows,
-            f"{len(often)} tensors have several users: inputs most, then chosen ids and residual streams.")
+            f"{len(often)} tensors have several users: inputs, then chosen ids and residual streams.")
 
 # %% [markdown]
 # ## 10 · Your turn · 7 min

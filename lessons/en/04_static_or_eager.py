@@ -318,7 +318,7 @@ lesson.predict("shape")
 run = state.long_run
 rows = [r.values() for r in run if r["tokens"] in (12, 13, 14, 256, 257, 258, 312)]
 views.table(["tokens", "visible cells n_kv", "graphs built", "reused", "plans"], map(tuple, rows),
-            "Two graphs before the first new token (one only measures memory), then one at 13, one at 257.")
+            "Two graphs before a new token (one only measures memory), then one at 13, one at 257.")
 
 # %% tags=["reveal"]
 lesson.reveal("every", run[-1]["builds"] - run[0]["builds"], reused=run[-1]["reuses"])

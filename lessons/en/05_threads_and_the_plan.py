@@ -326,7 +326,8 @@ for n_tokens in (1, 128):
         plan, step = state.prepare(n_tokens, n)
         measured = state.best_ms(plan)
         simulated = state.simulate(state.works(step.graph.nodes), n) / 1e6
-        rows.append((n_tokens, n, round(simulated, 1), round(measured, 1), round(measured / simulated, 2)))
+        ratio = round(measured / simulated, 2)
+        rows.append((n_tokens, n, round(simulated, 1), round(measured, 1), ratio))
 views.table(["tokens", "threads", "ms simulated", "ms executed here", "ratio"], rows,
             "The recorded machine, with enough cores, beside yours; the last two columns may differ.")
 
@@ -385,9 +386,9 @@ for t in sorted(ms, key=lambda t: ends[t] - ms[t]):        # by the time at whic
     free[core] = ends[t]
     spans.append((core, ends[t] - ms[t], ends[t], t.name.removesuffix("-0")))
 one, two = (sum(e - b for core, b, e, _ in spans if core == c) / max(free) for c in (1, 2))
-views.lane_picture(spans, ["core 0", "core 1", "core 2"], "Core 0 computes the critical path. Core 1 is busy "
-                   f"for {one:.0%} of the time, nearly all of it with ffn_up; core 2 for {two:.0%}.",
-                   f"Three cores over time: core 0 always busy, core 1 for {one:.0%}, core 2 for {two:.0%}.",
+views.lane_picture(spans, ["core 0", "core 1", "core 2"], "Core 0 computes the critical path. Core 1 is "
+                   f"busy for {one:.0%} of the time, nearly all of it with ffn_up; core 2 for {two:.0%}.",
+                   f"Three cores over time: core 0 always busy, core 1 {one:.0%}, core 2 {two:.0%}.",
                    "ms (simulated), each node as soon as its sources are there")
 
 # %% tags=["reveal"]

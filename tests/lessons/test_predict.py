@@ -114,6 +114,12 @@ def test_what_is_no_function_or_has_odd_parts_gets_a_card_not_a_traceback(lesson
     assert not lesson.check("double", [{1: 2}], [2]).passed and not lesson.check("double", [object()], [2]).passed
 
 
+def test_yours_and_expected_are_printed_alike(lesson):
+    card = repr(lesson.check("double", [81920.0, 2], [122880, 2]))
+    assert "yours: 81,920\n" in card and "expected: 122,880\n" in card
+    assert "yours: 0.50001\n" in repr(lesson.check("double", np.array([0.50001]), [0.5]))
+
+
 def test_check_compares_arrays_and_refuses_look_alikes(lesson):
     assert lesson.check("double", np.array([2.0, 4.0]), [2, 4]).passed
     assert not lesson.check("double", ["2"], [2]).passed

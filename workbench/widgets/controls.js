@@ -11,7 +11,7 @@ function question({model, el}) {
     for (const input of box.querySelectorAll('input')) {
       if (input.type === 'radio') input.checked = input.value === answer; else input.value = answer;
     }
-    said.textContent = answer ? 'Recorded. The next cell compares it with what the code does.' : 'Not answered yet. A guess is enough.';
+    said.textContent = answer ? 'Recorded. A cell below compares it with what the code does.' : 'Not answered yet. A guess is enough.';
   };
   el.classList.add('wb');
   el.replaceChildren(box);
