@@ -194,6 +194,7 @@ def test_the_good_source_is_good(tmp_path):
     ("# # T", f"# # T\n#\n# in `{paths.PACKAGE.parent}`", "path of one machine"),
     ("# %% [markdown]\n# ## 1", "# %% [raw]\n# words\n\n# %% [markdown]\n# ## 1", "neither code nor prose"),
     ("def f2(): raise NotImplementedError", "def f2(): return 7", "no open stub"),
+    ("def f2(): raise NotImplementedError", "def f2(x=1):\n    if x: return 2\n    raise NotImplementedError", "no open stub"),
     ("def f2(): return 2", "def f2(): raise NotImplementedError  # later", "same as one of its answers"),
     ('tags=["setup"]', 'tags=["other"]', "tagged setup"),
     ('lesson.reveal("b", 1)', 'lesson.reveal("c", 1)', "followed by its reveal"),
