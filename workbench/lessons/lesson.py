@@ -165,5 +165,6 @@ def _same(a: Any, b: Any, tolerance: float = 1e-6) -> bool:
 
 def _text(value: Any) -> str:
     if isinstance(value, (float, np.floating)) and np.isfinite(value):  # 81920.0 and 122,880 must look alike to be compared
-        return f"{int(value):,}" if float(value).is_integer() and abs(value) < 1e15 else f"{float(value):,.7g}"
+        x = float(value)
+        return f"{int(x):,}" if x.is_integer() and abs(x) < 1e15 else f"{x:,.7g}"
     return ", ".join(map(_text, value)) if isinstance(value, (list, tuple, np.ndarray)) else text(value)

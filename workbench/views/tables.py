@@ -26,7 +26,8 @@ class Table:
             return "".join(f'<{tag}{extra} style="text-align:{side}">{html.escape(cell)}</{tag}>' for cell, side in zip(row, sides))
 
         body = "".join(f"<tr>{cells('td', row)}</tr>" for row in self.rows)
-        caption = f'<caption style="text-align:left;caption-side:bottom;min-width:24em">{html.escape(self.caption)}</caption>' if self.caption else ""
+        style = "text-align:left;caption-side:bottom;min-width:24em"
+        caption = f'<caption style="{style}">{html.escape(self.caption)}</caption>' if self.caption else ""
         return f"<table>{caption}<thead><tr>{cells('th', self.columns, ' scope=col')}</tr></thead><tbody>{body}</tbody></table>"
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
