@@ -269,7 +269,7 @@ def _lint_exercises(cells: list[Cell]) -> list[str]:
             problems += [f"the exercise in cell {i} has no {tag} cell" for tag in lacking]
             stub = ast.parse(cell.source)
             if not re.search(r"raise NotImplementedError|= \.\.\.", cell.source) or any(isinstance(n, ast.Return) for n in ast.walk(stub)):
-                problems.append(f"the exercise in cell {i} is no open stub: it returns something, or neither raises NotImplementedError nor leaves ...")
+                problems.append(f"the exercise in cell {i} is no open stub: it returns, or neither raises NotImplementedError nor leaves ...")
             if any(_code(cell) == _code(c) for tag in ("solution", "wrong") for c in _followers(cells, i, tag)):
                 problems.append(f"the exercise in cell {i} is the same as one of its answers")
     return problems
