@@ -268,7 +268,8 @@ def _lint_exercises(cells: list[Cell]) -> list[str]:
             lacking = [tag for tag in ("solution", "wrong", "check") if not list(_followers(cells, i, tag))]
             problems += [f"the exercise in cell {i} has no {tag} cell" for tag in lacking]
             stub = ast.parse(cell.source)
-            if not re.search(r"raise NotImplementedError|= \.\.\.", cell.source) or any(isinstance(n, ast.Return) for n in ast.walk(stub)):
+            returns = any(isinstance(n, ast.Return) for n in ast.walk(stub))
+            if returns or not re.search(r"raise NotImplementedError|= \.\.\.", cell.source):
                 problems.append(f"the exercise in cell {i} is no open stub: it returns, or neither raises NotImplementedError nor leaves ...")
             if any(_code(cell) == _code(c) for tag in ("solution", "wrong") for c in _followers(cells, i, tag)):
                 problems.append(f"the exercise in cell {i} is the same as one of its answers")
