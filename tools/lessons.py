@@ -270,7 +270,7 @@ def _lint_exercises(cells: list[Cell]) -> list[str]:
             stub = ast.parse(cell.source)
             returns = any(isinstance(n, ast.Return) for n in ast.walk(stub))
             if returns or not re.search(r"raise NotImplementedError|= \.\.\.", cell.source):
-                problems.append(f"the exercise in cell {i} is no open stub: it returns, or neither raises NotImplementedError nor leaves ...")
+                problems.append(f"the exercise in cell {i} is no open stub: it returns, or raises no NotImplementedError")
             if any(_code(cell) == _code(c) for tag in ("solution", "wrong") for c in _followers(cells, i, tag)):
                 problems.append(f"the exercise in cell {i} is the same as one of its answers")
     return problems
