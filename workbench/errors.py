@@ -16,6 +16,12 @@ def shown(text: object, limit: int = 80) -> str:
     return safe if len(safe) <= limit else safe[: limit - 1] + "…"
 
 
+def shown_path(path: object, limit: int = 200) -> str:
+    """A path made safe to print; a long one loses its beginning, never the name of the file."""
+    safe = shown(path, 2**16)
+    return safe if len(safe) <= limit else "…" + safe[1 - limit :]
+
+
 class WorkbenchError(Exception):
     """Base of all errors raised on purpose: what was found, what was expected, what to try."""
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from workbench.errors import FileFormatError, ParameterError, shown
+from workbench.errors import FileFormatError, ParameterError, shown, shown_path
 from workbench.tensors.tensor import Tensor
 
 
@@ -165,7 +165,7 @@ def _presets(path: Path) -> Mapping[str, Preset]:
         return {name: _preset(name, table) for name, table in data.items()}
     except (OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError) as e:
         raise FileFormatError(
-            f"{shown(path)} holds no presets: {type(e).__name__}: {e}", "tables like those of presets.toml"
+            f"{shown_path(path)} holds no presets: {type(e).__name__}: {e}", "tables like those of presets.toml"
         ) from None
 
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 
 from workbench import paths
-from workbench.errors import ContextError, DTypeError, FileFormatError, ModelError, shown
+from workbench.errors import ContextError, DTypeError, FileFormatError, ModelError, shown, shown_path
 from workbench.tensors.context import Context, padded
 from workbench.tensors.dtype import DTYPES, DType
 from workbench.tensors.storage import HostStorage, Usage
@@ -153,7 +153,7 @@ class GGUFFile:
         if key not in self.metadata:
             if default is _REQUIRED:
                 raise ModelError(f"{shown(self.path.name)} has no key '{shown(key)}'", "a model whose header gives it",
-                                 f"`python -m workbench info {shown(self.path)} --metadata` lists what there is")  # fmt: skip
+                                 f"`python -m workbench info {shown_path(self.path)} --metadata` lists what there is")  # fmt: skip
             return default
         value, what = self.metadata[key], f"key '{shown(key)}' of {shown(self.path.name)}"
         if kind is float and type(value) is int:
@@ -185,7 +185,7 @@ class GGUFFile:
         """
         if name not in self.tensors:
             raise ModelError(f"{shown(self.path.name)} has no tensor '{shown(name)}'", f"one of its {len(self.tensors)} tensors",
-                             f"`python -m workbench info {shown(self.path)} --tensors` lists them")  # fmt: skip
+                             f"`python -m workbench info {shown_path(self.path)} --tensors` lists them")  # fmt: skip
         if context is not None and not context.no_alloc:
             raise ContextError(f"tensor '{shown(name)}' lies in its file", "a context made with no_alloc=True")
         info = self.tensors[name]
@@ -424,7 +424,7 @@ def find_model(which: str | os.PathLike[str]) -> Path:
     shipped = shipped_models()
     if name.removesuffix(".gguf") in shipped:
         return shipped[name.removesuffix(".gguf")]
-    raise FileFormatError(f"no file '{shown(name)}'", "the path of a GGUF file, or the name of a shipped model",
+    raise FileFormatError(f"no file '{shown_path(name)}'", "the path of a GGUF file, or the name of a shipped model",
                           f"shipped models: {', '.join(shipped) or 'none here'}")  # fmt: skip
 
 
@@ -438,7 +438,7 @@ def shipped_models() -> dict[str, Path]:
 
 def _map(path: Path) -> mmap.mmap:
     def bad(found: str, hint: str = "") -> NoReturn:
-        raise FileFormatError(f"{shown(path)}: {found}", "a readable GGUF file", hint)
+        raise FileFormatError(f"{shown_path(path)}: {found}", "a readable GGUF file", hint)
 
     try:
         about = path.stat()

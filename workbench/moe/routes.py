@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from workbench.errors import FileFormatError, ShapeError, shown
+from workbench.errors import FileFormatError, ShapeError, shown, shown_path
 from workbench.moe.routers import Router, Routing
 from workbench.tensors import Flag
 
@@ -111,11 +111,11 @@ class RouteTrace:
             with np.load(path, allow_pickle=False) as file:
                 data = dict(file)
         except DAMAGED_NPZ as e:
-            raise FileFormatError(f"{shown(path)} is not a readable .npz file: {shown(e)}", "a route trace") from None
+            raise FileFormatError(f"{shown_path(path)} is not a readable .npz file: {shown(e)}", "a route trace") from None
         try:
             return _from_shipped(data) if "moe_layers" in data else _from_saved(data)
         except DAMAGED_NPZ as e:
-            raise FileFormatError(f"{shown(path)} is not a route trace: {shown(getattr(e, 'found', e))}",
+            raise FileFormatError(f"{shown_path(path)} is not a route trace: {shown(getattr(e, 'found', e))}",
                                   "a file written by RouteTrace.save, or a shipped `*_trace.npz`") from None  # fmt: skip
 
 
