@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from benchmarks import peers
-from benchmarks.harness import Table, take_turns
+from benchmarks.harness import SETTLE, Table, take_turns
 
 TOKENS = (1, 32, 512)
 AIM = {1: 0.65, 32: 0.9, 512: 1.5}
@@ -38,7 +38,7 @@ def _table(half: bool, n_threads: int) -> Table:
                 "NumPy loop": peers.plain_numpy(block), "PyTorch": peers.pytorch(block, n_threads)}  # fmt: skip
         with threadpool_limits(n_threads):
             _agree(runs, 5e-3 if half else 1e-4)
-            timing = take_turns(runs, seconds=4.0)
+            timing = take_turns(runs, seconds=4.0, settle=SETTLE if n_threads > 1 else 0.0)
         base = timing.get("ggml")
         cells = {name: f"{t.median * 1e3:.3f}" + (f" ({1 / t.ratio:.2f})" if base else "") for name, t in timing.items()}
         aim = f"{AIM[n_tokens]:.2f}" if n_threads == 1 else ""

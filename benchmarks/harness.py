@@ -12,7 +12,7 @@ import statistics
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from time import perf_counter
+from time import perf_counter, sleep
 
 UNWANTED = ("OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE")
 """Settings that make OpenBLAS run kernels meant for another processor."""
@@ -34,11 +34,17 @@ class Timing:
     ratio: float
 
 
-def take_turns(peers: Mapping[str, Callable[[], object] | None], seconds: float = 2.0, rounds: int = 9) -> dict[str, Timing]:
+SETTLE = 0.06
+"""Seconds after which the threads of OpenBLAS and of ggml sleep: until then they spin and take cores from the next peer."""
+
+
+def take_turns(peers: Mapping[str, Callable[[], object] | None], seconds: float = 2.0, rounds: int = 9,
+               settle: float = 0.0) -> dict[str, Timing]:  # fmt: skip
     """Run the peers in turns, at least `rounds` times each and for about `seconds` in all; None peers are left out.
 
     The first peer is the one that ratios refer to. Its neighbours in time are compared, so that a busy machine, which
-    slows all of them, changes ratios little.
+    slows all of them, changes ratios little. settle: seconds to wait before each peer, which then runs once unmeasured; peers
+    with threads need it.
     """
     there = {name: run for name, run in peers.items() if run is not None}
     for run in there.values():
@@ -47,6 +53,9 @@ def take_turns(peers: Mapping[str, Callable[[], object] | None], seconds: float 
     start = perf_counter()
     while len(next(iter(times.values()))) < rounds or perf_counter() - start < seconds:
         for name, run in there.items():
+            if settle:
+                sleep(settle)
+                run()
             t = perf_counter()
             run()
             times[name].append(perf_counter() - t)
