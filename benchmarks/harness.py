@@ -34,7 +34,7 @@ class Timing:
     ratio: float
 
 
-SETTLE = 0.06
+SETTLE = 0.3
 """Seconds after which the threads of OpenBLAS and of ggml sleep: until then they spin and take cores from the next peer."""
 
 
