@@ -167,6 +167,20 @@ def test_decisions_say_what_reserve_does():
     assert allocator.where(c).offset == 0 and allocator.where(b.reshape(8)) is None
 
 
+def test_a_result_that_needs_more_room_than_its_source_gets_a_place_of_its_own():
+    class Padding(BufferType):  # as on a device that pads the results of some ops
+        def alloc_size(self, tensor):
+            return tensor.nbytes + (512 if tensor.op == "SQR" else 0)
+
+    with Context(no_alloc=True).active() as ctx:
+        x = ctx.new_tensor("f32", 64).mark(Flag.INPUT)
+        first = ops.neg(ops.add(x, x))
+        graph = build(ops.neg(ops.sqr(first)))
+    decisions = list(GraphAllocator(Padding("padding")).decisions(graph))
+    assert ("refuse", graph.nodes[2], first, "it has too little room") in decisions
+    assert all(d[-1] > 0 for d in decisions if d[0] in ("shrink", "free"))
+
+
 def test_one_buffer_is_planned_anew_only_when_it_must():
     allocator = GraphAllocator(HOST_MEMORY)
     assert allocator.alloc(chain(rows=4)) and allocator.n_reserved == 1

@@ -198,7 +198,10 @@ class _Planning:
             return "the layouts differ"
         if p.n_children != 1:
             return f"{p.n_children - 1} more uses follow" if p.n_children > 2 else "one more use follows"
-        return "a view of it is still in use" if p.n_views else ""
+        if p.n_views:
+            return "a view of it is still in use"
+        kind = self.types[p.place.buffer]  # a device may need more room for one op's result than for another's
+        return "it has too little room" if kind.alloc_size(t) > p.place.size else ""
 
     def _take_over(self, state: _State, t: Tensor, parent: Tensor) -> Iterator[tuple[Any, ...]]:
         """`t` gets the place of `parent`; what it does not need is freed (`ggml_gallocr_free_extra_space`)."""
