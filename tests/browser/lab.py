@@ -27,6 +27,11 @@ def chromium():
     return os.environ.get("CHROMIUM") or next((p for p in map(shutil.which, BROWSERS) if p), None)
 
 
+def widget(inner):
+    """The widget of ours that an element belongs to."""
+    return inner.locator("xpath=ancestor::*[contains(concat(' ', @class, ' '), ' wb ')][1]")
+
+
 class Lab:
     """A running server: `base` address, `token`, `folder` with the notebooks."""
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.browser.lab import Page
+from tests.browser.lab import Page, widget
 
 pytestmark = pytest.mark.browser
 CASES = {"03_the_graph.ipynb": ("Expanding the graph", "doublings"), "04_static_or_eager.ipynb": ("Packing two blocks", "the Mixtral with")}
@@ -16,10 +16,6 @@ def lesson(request, browser, lab):
     yield page.page, *CASES[request.param]
     assert page.errors() == []
     page.page.close()
-
-
-def widget(inner):
-    return inner.locator("xpath=ancestor::*[contains(concat(' ', @class, ' '), ' wb ')][1]")
 
 
 def test_stepper_by_keys(lesson, artifacts):

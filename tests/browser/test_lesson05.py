@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.browser.lab import Page
+from tests.browser.lab import Page, widget
 
 pytestmark = pytest.mark.browser
 NAME = "05_threads_and_the_plan.ipynb"
@@ -15,10 +15,6 @@ def lesson(browser, lab):
     page.run_all()
     yield page.page
     page.page.close()
-
-
-def widget(inner):
-    return inner.locator("xpath=ancestor::*[contains(concat(' ', @class, ' '), ' wb ')][1]")
 
 
 def test_plan_stepper_by_keys(lesson, artifacts):

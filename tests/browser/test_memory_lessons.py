@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.browser.lab import Page
+from tests.browser.lab import Page, widget
 
 pytestmark = pytest.mark.browser
 
@@ -14,10 +14,6 @@ def lesson(request, browser, lab):
     page.run_all()
     yield page.page
     page.page.close()
-
-
-def widget(inner):
-    return inner.locator("xpath=ancestor::*[contains(concat(' ', @class, ' '), ' wb ')][1]")
 
 
 def test_memory_stepper_by_keys(lesson, artifacts):

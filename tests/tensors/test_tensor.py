@@ -39,6 +39,13 @@ def test_permute_is_the_inverse_of_numpys_transpose(ne, axes):
     assert p.is_contiguous == (all(s == q for s, q, n in zip(p.nb[::-1], packed.astype("<f4").strides, packed.shape) if n > 1))
 
 
+@given(extents, st.permutations(range(4)))
+def test_permuted_means_that_strides_do_not_grow(ne, axes):
+    p = wb.ops.permute(filled(ne)[0], *axes)
+    assert p.is_permuted == (sorted(p.nb) != list(p.nb))
+    assert p.is_transposed == (p.nb[1] < p.nb[0])
+
+
 @given(extents, st.data())
 def test_slices_are_numpys_and_share_memory(ne, data):
     t, x = filled(ne)

@@ -122,6 +122,15 @@ def buffer_type_of(storage: Storage) -> BufferType:
     return getattr(storage, "buffer_type", HOST_HANDED_IN)
 
 
+def batch_size(node: Tensor) -> int:
+    """Rows of work of an op, as the offload rule of ggml's GPU backends counts them (`get_op_batch_size`)."""
+    if node.op == "GET_ROWS":
+        return 0
+    if node.op == "MUL_MAT":
+        return node.ne[1]
+    return node.ne[2] if node.op in ("MUL_MAT_ID", "ROPE") else node.n_rows
+
+
 class NodeList(Protocol):
     """What a plan needs of a graph: its nodes, and that their contexts are open."""
 

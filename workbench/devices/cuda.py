@@ -20,11 +20,10 @@ from typing import Any
 
 import numpy as np
 
-from workbench.devices.backend import Backend, BufferType, DeviceType, Event, NodeList
+from workbench.devices.backend import Backend, BufferType, DeviceType, Event, NodeList, batch_size
 from workbench.devices.cpu import ROUNDINGS, why_no_kernel
 from workbench.devices.cuda_memory import CudaBuffer, CudaMemory, PinnedMemory, Staging, copy_between
 from workbench.devices.plan import Plan
-from workbench.devices.simulated import batch_size
 from workbench.errors import AllocationError, DependencyError, ParameterError, StorageError, shown
 from workbench.kernels import grouped
 from workbench.kernels.blocks import Rows

@@ -27,6 +27,7 @@ from workbench.devices.backend import (
     Event,
     HostBuffer,
     NodeList,
+    batch_size,
 )
 from workbench.devices.cpu import CpuBackend
 from workbench.errors import AllocationError, StorageError, shown
@@ -472,15 +473,6 @@ class SimulatedDevice(Backend):
             done = max(self.free_at, self.copied_at, self.machine.now) + self.speed.sync_ns
             self.note("sync", done, device=self.name)
             self.machine.reach(done)
-
-
-def batch_size(node: Tensor) -> int:
-    """Rows of work of an op, as the offload rule of ggml's GPU backends counts them (`get_op_batch_size`)."""
-    if node.op == "GET_ROWS":
-        return 0
-    if node.op == "MUL_MAT":
-        return node.ne[1]
-    return node.ne[2] if node.op in ("MUL_MAT_ID", "ROPE") else node.n_rows
 
 
 def _move(tensor: Tensor, copy: Tensor) -> None:

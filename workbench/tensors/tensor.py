@@ -166,10 +166,6 @@ class Tensor:
         """Elements of a row lie side by side (`ggml_is_contiguous_rows`)."""
         return self.ne[0] == self.dtype.block or self.nb[0] == self.dtype.block_bytes
 
-    def same_shape(self, other: Tensor) -> bool:
-        """Equal `ne` (`ggml_are_same_shape`)."""
-        return self.ne == other.ne
-
     def sources(self) -> Iterator[Tensor]:
         """The sources that are there, in order; a tensor may be its own source (`cast`)."""
         return (s for s in self.src if s is not None)
