@@ -220,10 +220,15 @@ def _by_sources(a: Assignment, node: Tensor) -> Iterator[Decision]:
     most = -1
     for b in range(len(a.backends)):
         if a.supports(b, node):
-            n = sum(_placed(a, s) and a.reads(b, s) for s in node.src if s is not None)
+            n = readable_sources(a, b, node)
             if n > most:
                 most = n
                 yield a.decide("pass3", node, b, "3.best")
+
+
+def readable_sources(a: Assignment, backend: int, node: Tensor) -> int:
+    """How many sources of a node have a place already that the backend can read."""
+    return sum(_placed(a, s) and a.reads(backend, s) for s in node.src if s is not None)
 
 
 def _placed(a: Assignment, tensor: Tensor) -> bool:

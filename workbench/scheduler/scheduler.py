@@ -10,14 +10,14 @@ import functools
 import gc
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
 from workbench.cgraph import CGraph
 from workbench.cgraph.graph import next_uid
 from workbench.devices.backend import Backend, BufferType, DeviceType, Event
-from workbench.errors import GraphError, GraphFull, ParameterError
+from workbench.errors import GraphError, GraphFull, ParameterError, WorkbenchError
 from workbench.execution.allocator import GraphAllocator
 from workbench.scheduler import record
 from workbench.scheduler.passes import Assignment, passes
@@ -159,6 +159,11 @@ class Scheduler:
         return self._splitter
 
     @property
+    def by_hand(self) -> Mapping[Tensor, int]:
+        """Tensors that were assigned by hand since the last reset, and their backends."""
+        return self._user
+
+    @property
     def slot(self) -> int:
         """The pipeline slot in use (`cur_copy`)."""
         return self._runtime.slot
@@ -231,12 +236,34 @@ class Scheduler:
     def decisions(self, graph: CGraph) -> Iterator[tuple[Any, ...]]:
         """All that `split` would decide, one step at a time, from the present assignments by hand; nothing is changed.
 
-        Passes 1 to 4: (stage, tensor, backend, cause). Pass 5: see `splits.Step`.
+        Passes 1 to 4: (stage, tensor, backend, cause). Pass 5: see `splits.Step`. Between two steps a graph that has compute
+        memory has it as before; `set_aside` says what the steps were decided from.
         """
         a = self._fresh_assignment()
-        for _, steps in passes(a, graph, self.quirks):
-            yield from steps
-        yield from self._splitter.preview().split(a, graph, self.slot)
+        for steps in (*(p for _, p in passes(a, graph, self.quirks)), self._splitter.preview().split(a, graph, self.slot)):
+            with self.set_aside(graph):
+                made, failed = _until_it_fails(steps)
+            yield from made
+            if failed is not None:
+                raise failed
+
+    @contextmanager
+    def set_aside(self, graph: CGraph) -> Iterator[None]:
+        """Look at a graph as `split` does: without the compute memory that a scheduler gave to its tensors."""
+        holder = _HOLDERS.get(graph, lambda: None)() or self
+        kept = [(t, t._storage) for t in (*graph.leafs, *graph.nodes) if self._places_anew(t) or holder._places_anew(t)]
+        try:
+            for t, _ in kept:
+                t._storage = None
+            yield
+        finally:
+            for t, storage in kept:
+                t._storage = storage
+
+    @property
+    def by_hand(self) -> dict[Tensor, int]:
+        """The assignments by hand since the last reset, by tensor."""
+        return dict(self._user)
 
     def _fresh_assignment(self) -> Assignment:
         a = Assignment(self.backends, self.buffer_types, self.op_offload)
@@ -280,10 +307,10 @@ class Scheduler:
         else:
             steps = passes(a, graph, self.quirks), splitter.split(a, graph, self.slot)
             self._recorded = record.splitting(self.trace, graph, self._user, *steps, self.backends, self.buffer_types)
-        kept: dict[Tensor, list[Tensor]] = {}
+        kept = self.transfer.attach(splitter.splits)
         if any(b.optimizes for b in self.backends):
             with splitter.rewritten():
-                kept = self._optimize()
+                self._optimize(kept)
         self._graph, self._copy = graph, splitter.graph_copy(a, graph, kept)
         graph.uid = next_uid()
         self._runtime.prepare(a, splitter)
@@ -291,12 +318,17 @@ class Scheduler:
 
     def _take_back(self, graph: CGraph) -> None:
         """Forget where this scheduler put the graph's tensors, and where anybody put what is computed anew in any case."""
-        owns, taken, mend = self._allocator.owns, False, self.quirks != "ggml"
+        taken = False
         for tensors in (graph.leafs, graph.nodes):
             for t in tensors:
-                if t._storage is not None and (owns(t) or mend and t.op != "NONE" and t._storage.usage is Usage.COMPUTE):
+                if t._storage is not None and self._places_anew(t):
                     t._storage, taken = None, True
         Moves.count += taken
+
+    def _places_anew(self, t: Tensor) -> bool:
+        storage = t._storage
+        return storage is not None and (self._allocator.owns(t) or self.quirks != "ggml" and t.op != "NONE"
+                                        and storage.usage is Usage.COMPUTE)  # fmt: skip
 
     def _hand_over(self, graph: CGraph) -> None:
         """Another scheduler wants the graph."""
@@ -304,9 +336,8 @@ class Scheduler:
         if self._graph is graph:
             self._forget()
 
-    def _optimize(self) -> dict[Tensor, list[Tensor]]:
-        """Let each backend order the nodes of its splits; what memory it wants kept, by the node until which."""
-        kept: dict[Tensor, list[Tensor]] = {}
+    def _optimize(self, kept: dict[Tensor, list[Tensor]]) -> None:
+        """Let each backend order the nodes of its splits, and add to `kept` what memory it wants kept, by the node until which."""
 
         def keep(tensor: Tensor, until: Tensor) -> None:
             tensors = kept.setdefault(until, [])
@@ -321,7 +352,6 @@ class Scheduler:
         if kept:
             for node in kept.keys() - {n for s in self._splitter.splits for n in s.nodes}:
                 raise GraphError(f"a backend wants memory kept until {node.label}", "a node of the graph")
-        return kept
 
     @_in_turn
     def measure(self, graph: CGraph) -> list[int]:
@@ -445,6 +475,16 @@ class Scheduler:
 
     def __repr__(self) -> str:
         return f"<Scheduler over {', '.join(b.name for b in self.backends)}, {len(self.splits)} splits>"
+
+
+def _until_it_fails(steps: Iterable[Any]) -> tuple[list[Any], WorkbenchError | None]:
+    made = []
+    try:
+        for step in steps:
+            made.append(step)
+    except WorkbenchError as failed:
+        return made, failed
+    return made, None
 
 
 @contextmanager
