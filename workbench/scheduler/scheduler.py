@@ -10,7 +10,7 @@ import functools
 import gc
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
@@ -159,11 +159,6 @@ class Scheduler:
         return self._splitter
 
     @property
-    def by_hand(self) -> Mapping[Tensor, int]:
-        """Tensors that were assigned by hand since the last reset, and their backends."""
-        return self._user
-
-    @property
     def slot(self) -> int:
         """The pipeline slot in use (`cur_copy`)."""
         return self._runtime.slot
@@ -259,11 +254,6 @@ class Scheduler:
         finally:
             for t, storage in kept:
                 t._storage = storage
-
-    @property
-    def by_hand(self) -> dict[Tensor, int]:
-        """The assignments by hand since the last reset, by tensor."""
-        return dict(self._user)
 
     def _fresh_assignment(self) -> Assignment:
         a = Assignment(self.backends, self.buffer_types, self.op_offload)
