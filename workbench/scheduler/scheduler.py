@@ -255,6 +255,11 @@ class Scheduler:
             for t, storage in kept:
                 t._storage = storage
 
+    @property
+    def by_hand(self) -> dict[Tensor, int]:
+        """The assignments by hand since the last reset, by tensor."""
+        return dict(self._user)
+
     def _fresh_assignment(self) -> Assignment:
         a = Assignment(self.backends, self.buffer_types, self.op_offload)
         for tensor, b in self._user.items():
