@@ -226,10 +226,13 @@ class Backend:
 
     def operands(self, node: Tensor) -> tuple[Any, ...]:
         """The kernel's operands: one per source, None where an optional one is missing, weights of products as such."""
-        found = [None if s is None else self.operand(s) for s in node.src]
-        if node.op in PRODUCTS and node.src[0] is not None:
-            found[0] = self.weights(node.src[0])
-        return tuple(found)
+        first = self.weight_source if node.op in PRODUCTS else self.operand
+        return tuple(None if s is None else (self.operand if j else first)(s) for j, s in enumerate(node.src))
+
+    def weight_source(self, tensor: Tensor) -> WeightSource:
+        """Where a product asks for the matrices of `tensor`: its memory itself may answer (a pool of experts), else `weights`."""
+        answer = getattr(tensor.require_data(), "weight_source", None)
+        return self.weights(tensor) if answer is None else answer(self)
 
     def weights(self, tensor: Tensor) -> WeightSource:
         """Where a product reads the matrices of `tensor` from."""
@@ -290,6 +293,13 @@ class Backend:
     def copy_async(self, source: Backend, tensor: Tensor, copy: Tensor) -> bool:
         """Ask for a copy from another backend's memory into this one's; False where only a blocking copy can do it."""
         return False
+
+    def then(self, effect: Callable[[], Any], copies: bool = False) -> None:
+        """Let the host do something when this backend has got as far as it was asked to, or its copy stream.
+
+        At once, where operands are chosen when work is asked for and not when it happens.
+        """
+        effect()
 
     def new_event(self, name: str) -> Event | None:
         """An event of this device, or None where it has none (`ggml_backend_event_new`)."""

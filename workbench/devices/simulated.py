@@ -366,8 +366,9 @@ class SimulatedDevice(Backend):
         calls = self._bound(graph)
         self._log_launch(graph.nodes)
         self.machine.reach(self.machine.now)
+        share = getattr(graph, "share", 1.0)
         for node, call, ns in calls:
-            self._ask(ns, node.name, call)
+            self._ask(int(ns * share) if node.op == "MUL_MAT_ID" else ns, node.name, call)
 
     def _bound(self, graph: NodeList) -> list[tuple[Tensor, Callable[[], Any], int]]:
         """Each node that needs work, the call that does it, and how long it takes."""
@@ -376,6 +377,11 @@ class SimulatedDevice(Backend):
             plan = self._plans[graph] = self.plan(graph)
             self._calls[graph] = [(node, call, self.speed.compute_ns(node)) for node, call in plan.calls()]
         return self._calls[graph]
+
+    def then(self, effect: Callable[[], Any], copies: bool = False) -> None:
+        """Let the host do something at the time that the compute stream, or the copy stream, has reached by then."""
+        self.machine.ask(max(self.copied_at if copies else self.free_at, self.machine.now), effect, self)
+        self.machine.reach(self.machine.now)
 
     def set_async(self, tensor: Tensor, data: np.ndarray, offset: int = 0) -> None:
         """Ask for host bytes to be written; they are read when the transfer happens, not now."""

@@ -109,7 +109,10 @@ def in_turn(xp: ModuleType, w: WeightSource, x: Any, groups: Groups, results: An
     """One product for each used expert."""
     n, k = w.shape[2:]
     into = xp.empty(decode_room((1, 1, n, k), w.direct), np.float32)
+    only = getattr(w, "only", None)
     for e, start, count in zip(groups.used.tolist(), groups.starts.tolist(), groups.counts.tolist(), strict=True):
+        if only is not None and e not in only:
+            continue
         places, rows = groups.index[:, start : start + count]
         some = xp.take(x, rows, axis=0)
         product = xp.empty((count, n), np.float32)

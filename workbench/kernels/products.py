@@ -172,7 +172,10 @@ def mul_mat_id(xp: ModuleType, w: WeightSource, x: Any, ids: Any, *, out: Any, s
         x = _packed(xp, w, x, copy, False)
     x, results = x.reshape(t * n_rows, k), out.reshape(t * n_used, n)[:, part]
     rounds = rounding == "ggml" and rounds_input(w.dtype)
+    only = getattr(w, "only", None)
     for e, places in _groups(xp, ids[0, 0], n_expert, keys, t):
+        if only is not None and e not in only:
+            continue
         m, rows_of_x = len(places), _rows_of_x(places, n_used, n_rows)
         if m == 1:
             p, r = int(places[0]), int(rows_of_x[0])

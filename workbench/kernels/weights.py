@@ -33,6 +33,7 @@ class WeightSource(Protocol):
     """What a product asks for its weights (the `src0` of `ggml_mul_mat` and `ggml_mul_mat_id`).
 
     shape: (ne3, ne2, rows, k). direct: True where answers are slices of f32 memory, so that `into` is not needed.
+    A source may have `only`: the experts that MUL_MAT_ID shall compute with now; rows of the others stay as they are.
     """
 
     dtype: DType

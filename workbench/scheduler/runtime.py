@@ -21,7 +21,10 @@ _INPUT = int(Flag.INPUT)
 
 
 class Part:
-    """The nodes of a split, or a range of them, as a graph to compute."""
+    """The nodes of a split, or a range of them, as a graph to compute. share: the part of the work that MUL_MAT_ID really does,
+    where its weight source serves some experts only."""
+
+    share = 1.0
 
     def __init__(self, nodes: list[Tensor]) -> None:
         self.nodes = nodes
@@ -117,6 +120,7 @@ class Runtime:
             for position in range(len(split.inputs)):
                 self._bring(split, position)
             finished &= self._compute(split)
+            self.transfer.done(self, self.backends[b], split)
             self._busy.add(b)
             event = self._events[b][self.slot]
             if event is not None:
@@ -161,19 +165,20 @@ class Runtime:
 
     def _compute(self, split: Split) -> bool:
         backend = self.backends[split.backend]
+        nodes = self.transfer.compute(self, backend, split)
         if self.eval_callback is None:
-            backend.compute_async(self._part(split.uid, split.nodes))
+            backend.compute_async(self.part((split.uid, len(nodes)), nodes))
             return True
-        return self._compute_observed(split, backend, self.eval_callback)
+        return self._compute_observed(split, nodes, backend, self.eval_callback)
 
-    def _compute_observed(self, split: Split, backend: Backend, callback: EvalCallback) -> bool:
+    def _compute_observed(self, split: Split, nodes: list[Tensor], backend: Backend, callback: EvalCallback) -> bool:
         """Compute up to each node that the callback wants, show it, and go on unless it says no (this split only)."""
         start = 0
-        for i, node in enumerate(split.nodes):
+        for i, node in enumerate(nodes):
             wanted = self._asked(callback, node, True)
-            if not wanted and i < len(split.nodes) - 1:
+            if not wanted and i < len(nodes) - 1:
                 continue
-            backend.compute_async(self._part((split.uid, start, i), split.nodes[start : i + 1]))
+            backend.compute_async(self.part((split.uid, len(nodes), start, i), nodes[start : i + 1]))
             backend.synchronize()
             start = i + 1
             if wanted and not self._asked(callback, node, False):
@@ -190,7 +195,8 @@ class Runtime:
                 self.trace.add("answer", now, name=node.name, go_on=answer)
         return answer
 
-    def _part(self, key: Any, nodes: list[Tensor]) -> Part:
+    def part(self, key: Any, nodes: list[Tensor]) -> Part:
+        """Some nodes as a graph to compute, the same one for the same key."""
         if key not in self._parts:
             self._parts[key] = Part(nodes)
         return self._parts[key]

@@ -7,7 +7,7 @@ can stand in its place.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from workbench.tensors.storage import Usage
 from workbench.tensors.tensor import Tensor
 
 if TYPE_CHECKING:
+    from workbench.scheduler.runtime import Part
     from workbench.scheduler.splits import Split
 
 PADDING = 512
@@ -39,9 +40,18 @@ class Route(Protocol):
         """Whether nothing but the first node of its split reads this copy."""
         ...
 
+    def part(self, key: Any, nodes: list[Tensor]) -> Part:
+        """Some nodes as a graph to compute; the same key gives the same graph as long as the splits stand."""
+        ...
+
 
 class WeightTransfer(Protocol):
     """A policy of weight movement."""
+
+    def attach(self, splits: list[Split]) -> dict[Tensor, list[Tensor]]:
+        """A graph was split and has no memory yet: copies may get memory of the policy's own. Returns what must keep its memory
+        until a node, by that node."""
+        ...
 
     def begin(self) -> None:
         """A run over all splits starts."""
@@ -51,19 +61,42 @@ class WeightTransfer(Protocol):
         """Bring input number `position` of a split to `target`; False: the runtime shall copy the whole tensor."""
         ...
 
+    def compute(self, route: Route, target: Backend, split: Split) -> list[Tensor]:
+        """All inputs are there. Returns the nodes that the runtime shall compute: all of them, unless the policy has asked for some."""
+        ...
 
-class WholeTensor:
-    """Every weight is copied whole."""
+    def done(self, route: Route, target: Backend, split: Split) -> None:
+        """Everything in the split was asked for."""
+        ...
+
+
+class _Mover:
+    """A policy that only moves weights."""
+
+    def attach(self, splits: list[Split]) -> dict[Tensor, list[Tensor]]:
+        """Copies get ordinary memory."""
+        return {}
 
     def begin(self) -> None:
         """Nothing to prepare."""
+
+    def compute(self, route: Route, target: Backend, split: Split) -> list[Tensor]:
+        """The runtime computes all."""
+        return split.nodes
+
+    def done(self, route: Route, target: Backend, split: Split) -> None:
+        """Nothing to write down."""
+
+
+class WholeTensor(_Mover):
+    """Every weight is copied whole."""
 
     def move(self, route: Route, target: Backend, split: Split, position: int) -> bool:
         """Never: the runtime copies it."""
         return False
 
 
-class UsedExperts:
+class UsedExperts(_Mover):
     """ggml's rule: where a split starts with MUL_MAT_ID and its weights lie in host memory, only the experts that the ids
     name are copied, neighbours in one go. The ids are read once as long as the same tensor holds them."""
 
