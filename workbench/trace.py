@@ -43,9 +43,11 @@ KINDS: dict[str, tuple[str, ...]] = {
     "get_async": ("device", "name", "offset", "bytes"),
     "copy_async": ("device", "target", "name", "copy", "bytes", "done"),
     "copy_buffer": ("memory", "name", "copy", "bytes", "done"),
+    "experts": ("copy", "first", "last", "padding"),  # the next set_async brings these experts, and bytes beyond the last of them
     "event_record": ("device", "event"),
     "event_wait": ("device", "event"),
     "event_sync": ("event",),
+    "left_out": ("call", "name"),  # a wait that a simulated machine was told to leave out; name: of the device or event
     "alloc": ("memory", "bytes"),
     "release": ("memory", "bytes"),
     "ask": ("name", "wanted"),  # an eval callback is asked whether it wants a node …
@@ -60,7 +62,7 @@ KINDS: dict[str, tuple[str, ...]] = {
 }
 """Every kind of event with the names of its integers. A word such as a cause is the id of an interned string."""
 
-WORDS = frozenset({"cause", "stage", "device", "stream", "work", "target", "memory", "name", "copy", "event"})
+WORDS = frozenset({"cause", "stage", "device", "stream", "work", "target", "memory", "name", "copy", "event", "call"})
 """Fields whose integer is the id of a string of the trace."""
 
 

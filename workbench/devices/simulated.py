@@ -45,11 +45,12 @@ class Machine:
 
     now: nanoseconds since the start. trace: where devices record their calls and what they were busy with, or None.
     eager: work happens when it is asked for, as with devices that compute at the call; then no wait is ever missing.
+    without_wait: the n-th wait of host or device from now on is left out (1: the next), to see what it is good for.
     """
 
     def __init__(self, trace: Trace | None = None, eager: bool = False) -> None:
         self.now, self.eager = 0, eager
-        self.trace = trace
+        self.trace, self.without_wait = trace, 0
         self.pinned: dict[int, int] = {}  # host memory that devices read without help: address -> bytes
         self.lock = threading.RLock()  # one thread at a time asks for work or lets it happen
         self._pending: list[tuple[int, int, object, Callable[[], Any]]] = []
@@ -84,6 +85,13 @@ class Machine:
     def spend(self, ns: int) -> None:
         """Let the host be busy for so long."""
         self.reach(self.now + ns)
+
+    def leaves_out(self, call: str, name: str) -> bool:
+        """Whether this is the wait that shall be left out."""
+        self.without_wait, at = max(self.without_wait - 1, 0), self.without_wait
+        if at == 1 and self.trace is not None:
+            self.trace.add("left_out", self.now, call=call, name=name)
+        return at == 1
 
     def is_pinned(self, data: np.ndarray) -> bool:
         """Whether an array lies in pinned memory, as a driver finds out: by its address."""
@@ -247,6 +255,8 @@ class SimulatedEvent:
 
     def synchronize(self) -> None:
         """Let the host wait for the mark."""
+        if self.device.machine.leaves_out("event_sync", self.name):
+            return
         self.device.note("event_sync", max(self.time, self.device.machine.now), event=self.name)
         self.device.machine.reach(self.time)
 
@@ -454,6 +464,8 @@ class SimulatedDevice(Backend):
 
     def wait_event(self, event: Event) -> None:
         """Let later work here wait for an event."""
+        if self.machine.leaves_out("event_wait", event.name):
+            return
         self.note("event_wait", device=self.name, event=event.name)
         assert isinstance(event, SimulatedEvent)
         self.free_at = max(self.free_at, event.time)
@@ -475,7 +487,7 @@ class SimulatedDevice(Backend):
 
     def synchronize(self) -> None:
         """Let the host wait until the device is done."""
-        if self.waits:
+        if self.waits and not self.machine.leaves_out("sync", self.name):
             done = max(self.free_at, self.copied_at, self.machine.now) + self.speed.sync_ns
             self.note("sync", done, device=self.name)
             self.machine.reach(done)

@@ -15,6 +15,7 @@ from workbench.devices.backend import Backend
 from workbench.errors import ParameterError, shown
 from workbench.tensors.storage import Usage
 from workbench.tensors.tensor import Tensor
+from workbench.trace import Trace
 
 if TYPE_CHECKING:
     from workbench.scheduler.runtime import Part
@@ -30,6 +31,11 @@ class Route(Protocol):
     @property
     def slot(self) -> int:
         """The pipeline slot of this run."""
+        ...
+
+    @property
+    def trace(self) -> Trace | None:
+        """Where calls are recorded."""
         ...
 
     def backend_of(self, tensor: Tensor) -> Backend:
@@ -124,11 +130,11 @@ class UsedExperts(_Mover):
         if ids is not self._ids or self._used[-1] >= weight.ne[2]:  # a weight with fewer experts: they are checked again
             self._used = used_experts(ids, home, weight)
             self._ids = ids
-        expert, memory = weight.nb[2], weight.require_data().host_bytes()
-        for first, last in runs(self._used):
-            padding = min(expert, PADDING) if last < weight.ne[2] - 1 else 0
-            start, size = first * expert, (last - first + 1) * expert + padding
-            target.set_async(copy, memory[weight.offset + start :][:size], start)
+        memory, trace = weight.require_data().host_bytes(), route.trace
+        for run in expert_copies(self._used, weight.ne[2], weight.nb[2]):
+            if trace is not None:
+                trace.add("experts", target.buffer_type.now, copy=copy.name, first=run.first, last=run.last, padding=run.padding)
+            target.set_async(copy, memory[weight.offset + run.start :][: run.size], run.start)
         return True
 
     @staticmethod
@@ -154,6 +160,23 @@ def used_experts(ids: Tensor, home: Backend, weight: Tensor) -> list[int]:
                              f"0 to {weight.ne[2] - 1}: {shown(weight.name)} has {weight.ne[2]} experts",
                              "write valid ids before the graph runs")  # fmt: skip
     return [int(e) for e in used]
+
+
+class ExpertCopy(NamedTuple):
+    """One copy of neighbouring experts: `size` bytes from `start` on within the weight, the last `padding` of them beyond the run."""
+
+    first: int
+    last: int
+    start: int
+    size: int
+    padding: int
+
+
+def expert_copies(used: list[int], n_expert: int, expert_bytes: int) -> Iterator[ExpertCopy]:
+    """The copies that bring the `used` experts, each once and in order, of a weight with `n_expert` of `expert_bytes` bytes each."""
+    for first, last in runs(used):
+        padding = min(expert_bytes, PADDING) if last < n_expert - 1 else 0
+        yield ExpertCopy(first, last, first * expert_bytes, (last - first + 1) * expert_bytes + padding, padding)
 
 
 def runs(experts: list[int]) -> Iterator[tuple[int, int]]:
