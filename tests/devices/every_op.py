@@ -51,6 +51,7 @@ MAKERS = {
     "SWIGLU_OAI": lambda c, n, t: ops.swiglu_oai(_leaf(c, n, t, high=9.0), _leaf(c, n, t, seed=1, low=-9.0)),
     "SUM": lambda c, n, t: ops.sum(_leaf(c, n, t)),
     "SUM_ROWS": lambda c, n, t: ops.sum_rows(_leaf(c, n, t)),
+    "CUMSUM": lambda c, n, t: ops.cumsum(_leaf(c, n, t)),
     "MEAN": lambda c, n, t: ops.mean(_leaf(c, n, t)),
     "ARGMAX": lambda c, n, t: ops.argmax(_leaf(c, n, t)),
     "NORM": lambda c, n, t: ops.norm(_leaf(c, n, t)),

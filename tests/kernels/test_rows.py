@@ -63,12 +63,13 @@ def tolerance_of_rope(node: Tensor) -> float:
 
 def magnitude(node: Tensor) -> float:
     """1e-6 of what is summed up."""
-    return 1e-6 * (1 + float(np.abs(node.src[0].array()).sum(dtype=float))) if node.op in ("SUM", "SUM_ROWS", "MEAN") else 2e-6
+    return 1e-6 * (1 + float(np.abs(node.src[0].array()).sum(dtype=float))) if node.op in ("SUM", "SUM_ROWS", "MEAN", "CUMSUM") else 2e-6
 
 
 ALONG_ROWS = {
     "SUM": lambda x, r: ops.sum(x),
     "SUM_ROWS": lambda x, r: ops.sum_rows(x),
+    "CUMSUM": lambda x, r: ops.cumsum(x),
     "MEAN": lambda x, r: ops.mean(x),
     "NORM": lambda x, r: ops.norm(x, 1e-5),
     "RMS_NORM": lambda x, r: ops.rms_norm(x, 1e-6),

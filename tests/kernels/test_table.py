@@ -39,6 +39,7 @@ LARGE = {
     "SUM": lambda x, h: ops.sum(x),
     "SUM f16": lambda x, h: ops.sum(h),
     "SUM_ROWS": lambda x, h: ops.sum_rows(x),
+    "CUMSUM": lambda x, h: ops.cumsum(x),
     "MEAN": lambda x, h: ops.mean(x),
     "ARGMAX": lambda x, h: ops.argmax(x),
     "NORM": lambda x, h: ops.norm(x),

@@ -142,6 +142,13 @@ def sum_rows(node: Tensor, a: Array) -> Array:
     return real(a).sum(axis=-1, keepdims=True)
 
 
+@reference("CUMSUM")
+def cumsum(node: Tensor, a: Array) -> Array:
+    """The sum of each row up to each place."""
+    x = real(a)
+    return np.stack([x[..., : i + 1].sum(axis=-1) for i in range(x.shape[-1])], axis=-1) if x.size else x
+
+
 @reference("MEAN")
 def mean(node: Tensor, a: Array) -> Array:
     """The sum of each row over its length."""

@@ -31,6 +31,12 @@ def sum_rows(xp: ModuleType, a: Any, *, out: Any) -> None:
     a.sum(axis=-1, keepdims=True, out=out)
 
 
+@kernel("CUMSUM", cut="rows")
+def cumsum(xp: ModuleType, a: Any, *, out: Any) -> None:
+    """Running sums along each row."""
+    xp.cumsum(a, axis=-1, out=out)
+
+
 @kernel("MEAN", cut="rows")
 def mean(xp: ModuleType, a: Any, *, out: Any) -> None:
     """The sum of each row over its length."""

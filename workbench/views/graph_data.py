@@ -22,7 +22,7 @@ CLASSES = [  # what an op does to numbers: letter, label, colour, ops
     ("M", "product with weights", OKABE_ITO[1], {"MUL_MAT", "MUL_MAT_ID", "OUT_PROD"}),
     ("R", "chooses or fetches rows", OKABE_ITO[0], {"ARGSORT", "TOP_K", "GET_ROWS", "SET_ROWS", "ARGMAX"}),
     ("N", "adds up or normalises rows", OKABE_ITO[6],
-     {"SOFT_MAX", "SUM_ROWS", "RMS_NORM", "NORM", "L2_NORM", "MEAN", "SUM", "CROSS_ENTROPY_LOSS"}),
+     {"SOFT_MAX", "SUM_ROWS", "CUMSUM", "RMS_NORM", "NORM", "L2_NORM", "MEAN", "SUM", "CROSS_ENTROPY_LOSS"}),
     ("V", "view: no work", "#FFFFFF", {"VIEW", "RESHAPE", "PERMUTE", "TRANSPOSE"}),
     ("C", "copies", OKABE_ITO[3], {"CPY", "CONT", "DUP", "CONCAT", "REPEAT"}),
     ("E", "element by element", "#D9D9D9", set()),

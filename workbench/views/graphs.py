@@ -27,7 +27,7 @@ LAYOUT = {"VIEW", "RESHAPE", "PERMUTE", "TRANSPOSE"}
 KINDS = [  # what an op does to numbers: label, colour, ops; everything else works element by element
     ("product with weights", OKABE_ITO[1], {"MUL_MAT", "MUL_MAT_ID", "OUT_PROD"}),
     ("chooses or fetches rows", OKABE_ITO[0], {"ARGSORT", "TOP_K", "GET_ROWS", "SET_ROWS", "ARGMAX", *LAYOUT}),
-    ("adds up or normalises rows", OKABE_ITO[6], {"SOFT_MAX", "SUM_ROWS", "RMS_NORM", "NORM", "L2_NORM", "MEAN", "SUM"}),
+    ("adds up or normalises rows", OKABE_ITO[6], {"SOFT_MAX", "SUM_ROWS", "CUMSUM", "RMS_NORM", "NORM", "L2_NORM", "MEAN", "SUM"}),
     ("element by element", "#E8E8E8", set()),
 ]  # fmt: skip
 BOX = (1.95, 0.54)  # inches

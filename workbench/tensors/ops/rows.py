@@ -16,6 +16,7 @@ from workbench.tensors.tensor import Extents, Tensor, extents
 
 SUM = op("SUM", "sum of all elements", flops=per_source(1))
 SUM_ROWS = op("SUM_ROWS", "sum of each row", flops=per_source(1))
+CUMSUM = op("CUMSUM", "sum of each row up to and including each element", flops=per_source(1))
 MEAN = op("MEAN", "mean of each row", flops=per_source(1))
 ARGMAX = op("ARGMAX", "index of the largest element of each row, the last of equals", flops=per_source(1))
 
@@ -30,6 +31,12 @@ def sum_rows(a: Tensor) -> Tensor:
     """The sum of each row, [1, ne1, ne2, ne3] (`ggml_sum_rows`)."""
     require_type("SUM_ROWS", "a", a, "f32")
     return result(a.dtype, (1, *a.ne[1:]), op="SUM_ROWS", spec=SUM_ROWS, src=(a,))
+
+
+def cumsum(a: Tensor) -> Tensor:
+    """Running sums along each row, of a's extents (`ggml_cumsum`)."""
+    require_type("CUMSUM", "a", a, "f32")
+    return result(a.dtype, a.ne, op="CUMSUM", spec=CUMSUM, src=(a,))
 
 
 def mean(a: Tensor) -> Tensor:
