@@ -15,6 +15,8 @@ from workbench.views.perfetto import to_perfetto
 from workbench.views.rasters import heat_picture, raster_picture, route_steps
 from workbench.views.run_steps import run_steps
 from workbench.views.runs import memory_map, memory_table, split_table, traffic, traffic_table
+from workbench.views.schedule_drawing import schedule_picture
+from workbench.views.schedule_steps import schedule_steps
 from workbench.views.step_drawing import steps_picture
 from workbench.views.steps import expand_steps, memory_steps, plan_steps, record_steps
 from workbench.views.tables import Stack, Table, side_by_side, table
@@ -22,6 +24,7 @@ from workbench.views.timelines import timeline, timeline_table
 
 __all__ = ["Card", "MemoryMap", "OKABE_ITO", "Picture", "QUANTITY", "Stack", "Style", "Table", "address_steps", "arena_steps",
            "byte_map", "expand_steps", "graph_data", "graph_picture", "heat_picture", "lane_picture", "layered_picture",
-           "line_picture", "memory_map", "memory_picture", "memory_steps", "memory_table", "new_figure", "picture",
-           "plan_steps", "raster_picture", "record_steps", "route_steps", "run_steps", "side_by_side", "split_table",
-           "steps_picture", "style", "table", "timeline", "timeline_table", "to_perfetto", "traffic", "traffic_table"]
+           "line_picture", "memory_map", "memory_picture", "memory_steps", "memory_table", "new_figure", "picture", "plan_steps",
+           "raster_picture", "record_steps", "route_steps", "run_steps", "schedule_picture", "schedule_steps", "side_by_side",
+           "split_table", "steps_picture", "style", "table", "timeline", "timeline_table", "to_perfetto", "traffic",
+           "traffic_table"]

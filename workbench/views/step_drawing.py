@@ -22,6 +22,10 @@ def steps_picture(trace: Steps, caption: str, k: int | None = None) -> Picture:
     """The state at step `k` (the last by default) of what `record_steps` returned."""
     last = len(trace["steps"]) - 1
     k = last if k is None else min(k, last)
+    if trace["kind"] == "schedule":
+        from workbench.views.schedule_drawing import draw_schedule
+
+        return draw_schedule(trace, k, caption)
     return {"expand": _expand, "packing": _packing, "plan": _plan, "list": _list}[trace["kind"]](trace, k, caption)
 
 

@@ -230,9 +230,9 @@ def _simulated(plan: Plan) -> Iterable[tuple[int, int, int, int, int]]:
 
 def state(trace: Steps, k: int) -> dict[str, Any]:
     """What is drawn at step `k`: a fold over the first k + 1 events and nothing else of the steps."""
-    out: dict[str, Any] = _START[trace["kind"]](trace)
+    out: dict[str, Any] = START[trace["kind"]](trace)
     for step in trace["steps"][: k + 1]:
-        _FOLD[trace["kind"]](out, step["event"])
+        FOLD[trace["kind"]](out, step["event"])
     return out
 
 
@@ -278,10 +278,11 @@ def _list(s: dict[str, Any], event: list[Any]) -> None:
     s["events"].append(event)
 
 
-_START: dict[str, Callable[[Steps], dict[str, Any]]] = {
+START: dict[str, Callable[[Steps], dict[str, Any]]] = {
     "expand": lambda trace: {"stack": [], "visited": [], **{k: [*v] for k, v in trace["old"].items()}, "now": -1, "user": -1},
     "packing": lambda trace: {"live": {}, "gone": [], "high": [], "alone": 0, "now": -1, "at": -1},
     "plan": lambda trace: {"tasks": [], "job": -1},
     "list": lambda trace: {"events": []},
 }
-_FOLD = {"expand": _expand, "packing": _packing, "plan": _plan, "list": _list}
+FOLD = {"expand": _expand, "packing": _packing, "plan": _plan, "list": _list}
+"""How each kind of steps begins and goes on; other modules of this room add their kinds (`schedule_steps`)."""
