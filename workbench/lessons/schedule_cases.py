@@ -79,8 +79,8 @@ def moe(d: Draft) -> Tensor:
     x = ops.mul(ops.rms_norm(d.input("x", n, d.batch)).named("norm"), d.weight("g", n, on="GPU")).named("scaled")
     gate_inp = d.weight("router", n, experts, on="GPU")
     shapes = {"gate_exps": (n, hidden, experts), "up_exps": (n, hidden, experts), "down_exps": (hidden, n, experts)}
-    weights = ExpertWeights(*(d.weight(name, *ne) for name, ne in shapes.items()))
-    return build_moe_ffn(x, gate_inp, weights, Router(experts, 2), graph=d.graph)
+    gate, up, down = (d.weight(name, *ne) for name, ne in shapes.items())
+    return build_moe_ffn(x, gate_inp, ExpertWeights(gate, up, down), Router(experts, 2), graph=d.graph)
 
 
 def many_inputs(d: Draft) -> Tensor:

@@ -1,382 +1,149 @@
-"""What if: a small graph on a small machine as one value, and changes of it, each answered by the real passes.
+"""What if, and why not: the smallest single change that takes a border between two splits away, found by trying all of them.
 
-A `Case` is a recipe with settings, like a scheduler's command line: where each weight lies, which ops a device lacks, the batch,
-op_offload, pipeline slots, assignments by hand. `changed` makes another one, `scheduler_and_graph` builds it anew, `outcome` says
-what the passes decide. `Case.of` takes a graph that is there already, such as a model's decode step.
+Nothing here reasons about the passes: every candidate is a `Case` of its own, and the real passes decide what becomes of it.
 """
 
 from __future__ import annotations
 
-import functools
-import zlib
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
-
-import numpy as np
+from collections.abc import Iterator
+from typing import NamedTuple
 
 from workbench.cgraph import CGraph
-from workbench.devices.backend import Backend, BufferType
-from workbench.devices.cpu import CpuBackend
-from workbench.devices.planned import PlannedBuffer
-from workbench.devices.simulated import simulated_machine
-from workbench.errors import GraphError, ParameterError, shown
+from workbench.errors import ParameterError, WorkbenchError, shown
+from workbench.scheduler.cases import Case, Change, Cut, Draft, Outcome, Placed, outcome_of, tensors_of
 from workbench.scheduler.passes import computed, is_weight
 from workbench.scheduler.scheduler import Scheduler
-from workbench.tensors.context import TENSOR_OVERHEAD, Context
-from workbench.tensors.storage import Usage
-from workbench.tensors.tensor import Flag, Tensor
-from workbench.trace import Trace
 
-Pairs = tuple[tuple[str, str], ...]
+__all__ = ["Case", "Change", "Cut", "Draft", "Outcome", "Placed", "Tried", "WhyNot", "candidates", "outcome_of", "why_not"]
 
-
-class Draft:
-    """What a recipe builds with: the graph so far, the batch, inputs and weights by name."""
-
-    def __init__(self, case: Case, memories: dict[str, BufferType]) -> None:
-        self.batch, self._homes, self._memories = case.batch, dict(case.weights), memories
-        self.context = Context(1000 * TENSOR_OVERHEAD, no_alloc=True, name=case.name)
-        self.graph = CGraph(name=case.name)
-
-    def input(self, name: str, *ne: int, kind: str = "f32") -> Tensor:
-        """A leaf that the user fills before each run."""
-        return self.context.new_tensor(kind, *ne, name=name).mark(Flag.INPUT)
-
-    def weight(self, name: str, *ne: int, on: str = "CPU", kind: str = "f32") -> Tensor:
-        """A weight in the memory of the device `on`, unless the case says otherwise; its values depend on its name only."""
-        memory = self._memories[_known(self._homes.get(name, on), self._memories, "device")]
-        t = self.context.new_tensor(kind, *ne, name=name)
-        t.place(memory.alloc_buffer(memory.alloc_size(t), Usage.WEIGHTS))
-        return t.set(_values(name, t.shape))
+KINDS = ("assign", "allow", "weight")
+"""Kinds of single changes, the lighter ones first: a setting; a kernel to be written; bytes that take room elsewhere."""
 
 
-Recipe = Callable[[Draft], Tensor | Sequence[Tensor]]
-"""Builds a graph: what it returns becomes the outputs. A function of a module, so that cases can be compared."""
+class Tried(NamedTuple):
+    """A change and what the passes made of it. verdict: "removes" the border, with fewer splits in all; only "moves" it: its two nodes
+    share a split, but there are as many splits as before; "keeps" it; or is "refused", for the reason `why`.
 
-
-@dataclass(frozen=True)
-class Change:
-    """One difference between two cases; the class methods make them. kind: a key of `_CHANGES`."""
-
-    kind: str
-    what: str
-    value: Any
-
-    @classmethod
-    def move(cls, weight: str, device: str) -> Change:
-        """The weight lies in the memory of `device`."""
-        return cls("weight", weight, device)
-
-    @classmethod
-    def deny(cls, op: str, device: str) -> Change:
-        """`device` has no kernel for `op` ("MUL_MAT", "SILU", …)."""
-        return cls("deny", op, device)
-
-    @classmethod
-    def allow(cls, op: str, device: str) -> Change:
-        """`device` has a kernel for `op`, whatever else it says."""
-        return cls("allow", op, device)
-
-    @classmethod
-    def assign(cls, node: str, device: str) -> Change:
-        """The node is assigned by hand (`ggml_backend_sched_set_tensor_backend`); device "": it is not."""
-        return cls("assign", node, device)
-
-    @classmethod
-    def batch(cls, n: int) -> Change:
-        """So many tokens at once."""
-        return cls("batch", "", n)
-
-    @classmethod
-    def op_offload(cls, on: bool) -> Change:
-        """Whether devices may take ops whose weights lie in host memory."""
-        return cls("op_offload", "", on)
-
-    @classmethod
-    def parallel(cls, on: bool) -> Change:
-        """Four pipeline slots instead of one: n_copies = 4 or 1."""
-        return cls("parallel", "", on)
-
-    def __str__(self) -> str:
-        return _CHANGES[self.kind](self)
-
-
-_CHANGES: dict[str, Callable[[Change], str]] = {
-    "weight": lambda c: f"put the weight {c.what} on {c.value}",
-    "deny": lambda c: f"take {c.what} away from {c.value}",
-    "allow": lambda c: f"give {c.value} a kernel for {c.what}",
-    "assign": lambda c: f"assign {c.what} to {c.value} by hand" if c.value else f"leave {c.what} to the passes",
-    "batch": lambda c: f"a batch of {c.value}",
-    "op_offload": lambda c: f"op_offload {'on' if c.value else 'off'}",
-    "parallel": lambda c: f"n_copies = {4 if c.value else 1}",
-}  # fmt: skip
-
-
-class Placed(NamedTuple):
-    """A node after the passes: its number in the graph, backend, cause of the last decision, split; is_view: computes nothing."""
-
-    index: int
-    name: str
-    op: str
-    backend: str
-    cause: str
-    split: int
-    is_view: bool
-
-
-class Cut(NamedTuple):
-    """A split: backend, its nodes first … last - 1, inputs with their bytes, and why it begins."""
-
-    backend: str
-    first: int
-    last: int
-    inputs: tuple[tuple[str, int], ...]
-    cause: str
-
-
-class Outcome(NamedTuple):
-    """What the passes decided."""
-
-    nodes: tuple[Placed, ...]
-    splits: tuple[Cut, ...]
-
-    @property
-    def copied(self) -> int:
-        """Bytes of all inputs of splits: what a run copies where whole tensors are copied."""
-        return sum(size for cut in self.splits for _, size in cut.inputs)
-
-    def borders(self) -> list[tuple[str, str]]:
-        """The computed nodes at both sides of each border between two splits."""
-        work = [n for n in self.nodes if not n.is_view]
-        return [(a.name, b.name) for a, b in zip(work, work[1:]) if a.split != b.split]
-
-
-@dataclass(frozen=True)
-class Case:
-    """A graph, a machine and the settings of a scheduler, as one value.
-
-    recipe: builds the graph. devices: as of `simulated_machine`: a number of GPUs, or presets ("laptop,blas,cpu"). weights: (name,
-    device) where they lie elsewhere than the recipe says. denied, allowed: (op, device). assigned: (node, device) by hand.
+    shifted: computed nodes that run on another backend than before; moved: bytes of the weight; splits: in all, after the change;
+    copied: bytes of their inputs, per run; new: borders that were none before.
     """
 
-    name: str
-    recipe: Recipe
-    devices: int | str = 1
-    batch: int = 4
-    weights: Pairs = ()
-    denied: Pairs = ()
-    allowed: Pairs = ()
-    assigned: Pairs = ()
-    op_offload: bool = True
-    parallel: bool = False
-    quirks: str = ""
+    change: Change
+    verdict: str
+    moved: int = 0
+    shifted: int = 0
+    splits: int = 0
+    copied: int = 0
+    new: tuple[tuple[str, str], ...] = ()
+    why: str = ""
 
-    @staticmethod
-    def of(scheduler: Scheduler, graph: CGraph, name: str = "a graph") -> Case:
-        """The case of a scheduler and a graph that exist: both stay as they are; what is built anew can be split, not run."""
-        hand = tuple((key, scheduler.backends[b].name) for key, t in tensors_of(graph).items() if (b := scheduler.by_hand.get(t, -1)) >= 0)
-        return Case(name, _Taken(scheduler, graph), "", 0, assigned=hand, op_offload=scheduler.op_offload,
-                    parallel=scheduler.n_copies > 1, quirks=scheduler.quirks)  # fmt: skip
 
-    # ---- other cases
+class WhyNot(NamedTuple):
+    """Why two neighbours are not in one split. border: the nodes at both sides; cause: why the second one's split begins.
 
-    def changed(self, *changes: Change) -> Case:
-        """The same case with some changes. Raises ParameterError where one makes no sense for it."""
-        case = self
-        for change in changes:
-            case = case._changed(change)
-        return case
+    tried: all single changes, with their verdicts; left: how many more there are that were not tried.
+    """
 
-    def _changed(self, c: Change) -> Case:
-        if c.kind == "weight":
-            return replace(self, weights=_with(self.weights, c.what, c.value))
-        if c.kind == "assign":
-            return replace(self, assigned=_with(self.assigned, c.what, c.value))
-        if c.kind in ("deny", "allow"):
-            pair = (c.what, c.value)
-            denied, allowed = (tuple(p for p in pairs if p != pair) for pairs in (self.denied, self.allowed))
-            return replace(self, denied=(*denied, pair), allowed=allowed) if c.kind == "deny" else replace(
-                self, denied=denied, allowed=(*allowed, pair))  # fmt: skip
-        if c.kind == "batch" and (isinstance(self.recipe, _Taken) or not isinstance(c.value, int) or c.value < 1):
-            raise ParameterError(f"a batch of {c.value!r} for {shown(self.name)}", "a number of tokens, 1 or more, for a graph with a recipe",
-                                 "a graph that was built elsewhere has a batch of its own")  # fmt: skip
-        if c.kind in ("batch", "op_offload", "parallel"):
-            return replace(self, **{c.kind: c.value})
-        raise ParameterError(f"a change of kind {c.kind!r}", f"one of {', '.join(_CHANGES)}")
+    border: tuple[str, str]
+    cause: str
+    before: Outcome
+    tried: tuple[Tried, ...]
+    left: int = 0
 
-    # ---- building
+    @property
+    def removing(self) -> list[Tried]:
+        """The changes that take the border away, smallest first.
 
-    def scheduler_and_graph(self, trace: Trace | None = None) -> tuple[Scheduler, CGraph]:
-        """Both built anew, with the assignments by hand; nothing is split yet.
-
-        Raises UnsupportedOp or ParameterError for assignments that a scheduler refuses, and ParameterError for unknown names.
+        Smaller is what leaves more of the plan as it is: fewer nodes shifted to another backend. Among equals an assignment comes
+        before support for an op, and that before a weight moved, of which fewer bytes are smaller; then what leaves fewer splits, then
+        fewer bytes to copy per run, then what lies nearer to the border.
         """
-        if isinstance(self.recipe, _Taken):
-            backends, graph = self.recipe.twins(self)
-            types = [*self.recipe.buffer_types]
-        else:
-            backends, graph = self._built()
-            types = [b.buffer_type for b in backends]
-        scheduler = Scheduler(backends, types, max(len(graph.nodes), len(graph.leafs), 1), parallel=self.parallel,
-                              op_offload=self.op_offload, quirks=self.quirks, trace=trace)  # fmt: skip
-        if self.assigned:
-            known = tensors_of(graph)
-            for node, device in self.assigned:
-                scheduler.set_backend(known[_known(node, known, "tensor")], _named(backends, device))
-        return scheduler, graph
+        return sorted((t for t in self.tried if t.verdict == "removes"),
+                      key=lambda t: (t.shifted, KINDS.index(t.change.kind), t.moved, t.splits, t.copied))  # fmt: skip
 
-    def _built(self) -> tuple[Sequence[Backend], CGraph]:
-        backends: Sequence[Backend] = simulated_machine(self.devices)
-        for _, device in (*self.denied, *self.allowed):
-            _named(backends, device)
+    @property
+    def best(self) -> Tried | None:
+        """The smallest change that takes the border away, or None where no single one does."""
+        return next(iter(self.removing), None)
+
+    def count(self, verdict: str) -> int:
+        """How many of the tried changes ended so."""
+        return sum(t.verdict == verdict for t in self.tried)
+
+    def __str__(self) -> str:
+        of = f" of {len(self.tried) + self.left}" if self.left else ""
+        kinds = [(sum(t.change.kind == k for t in self.tried), what)
+                 for k, what in zip(KINDS, ("assignment", "op to support", "weight to move"))]  # fmt: skip
+        what = ", ".join(f"{n} × {one}" for n, one in kinds)
+        head = f"{self.border[1]} begins a split: {self.cause}. Tried {len(self.tried)}{of} single changes ({what})"
+        rest = f"{self.count('moves')} only move the border, {self.count('refused')} are refused"
+        t = self.best
+        if t is None:
+            return f"{head}: none takes the border away; {rest}."
+        cost = [f"{len(self.before.splits)} → {t.splits} splits", f"{self.before.copied:,} → {t.copied:,} bytes copied per run"]
+        cost += [f"{t.shifted} nodes on another backend"] if t.shifted else []
+        cost += [f"{t.moved:,} bytes moved once"] if t.moved else []
+        cost += ["a new border " + ", ".join(" | ".join(b) for b in t.new)] if t.new else []
+        return f"{head}: {len(self.removing)} take it away, the smallest: {t.change}. It gives {'; '.join(cost)}. Of the others {rest}."
+
+
+def why_not(case: Case, border: int | str, most: int = 2000) -> WhyNot:
+    """Find the smallest single change that takes a border away: one assignment, one op supported, or one weight moved.
+
+    border: the number of the split that begins there (1 or more), or the name of its first computed node. All single changes are tried,
+    at most `most` of them, those near the border first. A border counts as removed where its two nodes end in one split *and* there are
+    fewer splits than before: else it has only moved. Raises ParameterError where there is no such border.
+    """
+    scheduler, graph = case.scheduler_and_graph()
+    before = outcome_of(scheduler, graph)
+    a, b = _border(before, border)
+    split = next(n.split for n in before.nodes if n.name == b)
+    base = Case.of(scheduler, graph, case.name)
+    ways = [*candidates(scheduler, graph, before, b)]
+    tried = tuple(_try(base, change, moved, before, (a, b)) for change, moved in ways[:most])
+    return WhyNot((a, b), before.splits[split].cause, before, tried, len(ways) - len(tried))
+
+
+def _border(before: Outcome, border: int | str) -> tuple[str, str]:
+    pairs = before.borders()
+    for i, pair in enumerate(pairs, 1):
+        if border in (i, pair[1]):
+            return pair
+    raise ParameterError(f"no border at {shown(border)}", "the number of a split after the first, or the node that begins it: "
+                         + (", ".join(f"{i}: {b}" for i, (_, b) in enumerate(pairs[:12], 1)) or "there is one split only"))  # fmt: skip
+
+
+def candidates(scheduler: Scheduler, graph: CGraph, before: Outcome, near: str) -> Iterator[tuple[Change, int]]:
+    """All single changes, with the bytes of the weight that moves; of each kind those near the node `near` first."""
+    names = {t: key for key, t in tensors_of(graph).items()}
+    backends, at = scheduler.backends, next(n.index for n in before.nodes if n.name == near)
+    place = {n: i for i, n in enumerate(graph.nodes)}
+    place |= {leaf: min((place[n] for n in graph.nodes if leaf in n.src), default=0) for leaf in graph.leafs}
+    distance = lambda t: abs(2 * (place[t] - at) + 1)  # noqa: E731  the border lies between two places
+    now = {n.name: n.backend for n in before.nodes}
+    free = [t for t in (*computed(graph.nodes), *graph.leafs) if t.storage is None or t.op != "NONE"]
+    for t in sorted(free, key=distance):
+        if t in scheduler.by_hand:
+            yield Change.assign(names[t], ""), 0
         for b in backends:
-            b.why_unsupported = _abilities(self, b)  # type: ignore[method-assign]
-        draft = Draft(self, {b.name: b.buffer_type for b in backends})
-        with draft.context.active():
-            made = self.recipe(draft)
-            graph = draft.graph.build_forward_expand(*(t.mark(Flag.OUTPUT) for t in ((made,) if isinstance(made, Tensor) else made)))
-        known = tensors_of(graph)
-        for weight, _ in self.weights:
-            _known(weight, [k for k, t in known.items() if is_weight(t)], "weight")
-        return backends, graph
-
-    def write_inputs(self, graph: CGraph, seed: int = 0) -> None:
-        """Fill the user's inputs of an allocated graph: numbers by name and seed; expert ids, rows and positions count up from 0."""
-        for leaf in graph.leafs:
-            if leaf.flags & Flag.INPUT:
-                count = np.arange(leaf.n_elements).reshape(leaf.shape) % _choices(leaf, graph)
-                leaf.set(_values(f"{leaf.name}{seed or ''}", leaf.shape) if leaf.dtype.name[0] != "i" else count)
-
-    # ---- asking
-
-    def outcome(self) -> Outcome:
-        """What the real passes decide for this case. Raises what they raise."""
-        return outcome_of(*self.scheduler_and_graph())
+            if b.name != (backends[scheduler.by_hand[t]].name if t in scheduler.by_hand else now.get(names[t])):
+                yield Change.assign(names[t], b.name), 0
+    lacking = [Change.allow(t.desc, b.name) for t in sorted(computed(graph.nodes), key=distance) for b in backends
+               if t.spec is not None and not b.supports_op(t)]  # fmt: skip
+    yield from ((change, 0) for change in dict.fromkeys(lacking))
+    memories = {id(kind): (kind, b.name) for kind, b in reversed([*zip(scheduler.buffer_types, backends, strict=True)])}
+    for t in sorted(filter(is_weight, graph.leafs), key=distance):
+        for kind, device in reversed(memories.values()):
+            if kind is not getattr(t.storage, "buffer_type", None):
+                yield Change.move(names[t], device), t.nbytes
 
 
-def outcome_of(scheduler: Scheduler, graph: CGraph) -> Outcome:
-    """What a scheduler would decide for a graph; changes nothing."""
-    of, causes, cuts = dict(scheduler.by_hand), dict.fromkeys(scheduler.by_hand, "usr"), []
-    for stage, subject, b, detail in scheduler.decisions(graph):
-        if isinstance(subject, Tensor):
-            if stage.startswith("pass"):
-                of[subject], causes[subject] = b, detail
-        else:
-            cuts.append((subject, detail))
-    name = [*(b.name for b in scheduler.backends), ""]
-    keys = {t: key for key, t in tensors_of(graph).items()}
-    splits = tuple(Cut(name[s.backend], s.first, s.last, tuple((keys[t], t.nbytes) for t in s.inputs), cause) for s, cause in cuts)
-    split_of = [i for i, s in enumerate(splits) for _ in range(s.first, s.last)]
-    work = set(computed(graph.nodes))
-    nodes = tuple(Placed(i, keys[n], n.desc, name[of.get(n, -1)], causes.get(n, ""), split_of[i], n not in work)
-                  for i, n in enumerate(graph.nodes))  # fmt: skip
-    return Outcome(nodes, splits)
-
-
-def tensors_of(graph: CGraph) -> dict[str, Tensor]:
-    """Leafs and nodes by name; where several have the same, those after the first by "name @ place"."""
-    out: dict[str, Tensor] = {}
-    for i, t in enumerate((*graph.leafs, *graph.nodes)):
-        key = t.name or t.desc
-        out[key if key not in out else f"{key} @ {i}"] = t
-    return out
-
-
-# ---- a graph that is there already
-
-
-class _Twin(Backend):
-    """Answers the questions of the passes as another backend does, but for some ops; computes nothing."""
-
-    def __init__(self, original: Backend, case: Case) -> None:
-        self.name, self.device_type, self.buffer_type = original.name, original.device_type, original.buffer_type
-        self.supports_buft, self.offload_op = original.supports_buft, original.offload_op  # type: ignore[method-assign]
-        self.why_unsupported = _abilities(case, original)  # type: ignore[method-assign]
-
-
-class _Taken:
-    """In place of a recipe: a copy of the descriptions of a graph, and the backends that are asked about it."""
-
-    def __init__(self, scheduler: Scheduler, graph: CGraph) -> None:
-        self.backends, self.buffer_types = tuple(scheduler.backends), tuple(scheduler.buffer_types)
-        with scheduler.set_aside(graph):
-            self._graph = _copied(graph)
-
-    def __call__(self, draft: Draft) -> Tensor:
-        raise GraphError("a graph that was built elsewhere", "a case with a recipe")
-
-    def twins(self, case: Case) -> tuple[list[Backend], CGraph]:
-        """Backends with other abilities, and a graph with other places of weights."""
-        for _, device in (*case.denied, *case.allowed):
-            _named(self.backends, device)
-        graph = _copied(self._graph)
-        known = tensors_of(graph) if case.weights else {}
-        for weight, device in case.weights:
-            t = known[_known(weight, [k for k, t in known.items() if is_weight(t)], "weight")]
-            kind = self.buffer_types[self.backends.index(_named(self.backends, device))]
-            t.place(PlannedBuffer(kind, kind.alloc_size(t), Usage.WEIGHTS))
-        return [_Twin(b, case) for b in self.backends], graph
-
-
-def _copied(graph: CGraph) -> CGraph:
-    """The same descriptions once more; memory is that of the originals."""
-    twin: dict[Tensor, Tensor] = {}
-    for t in (*graph.leafs, *graph.nodes):
-        view = twin.get(t.view_src, t.view_src) if t.view_src is not None else None
-        c = twin[t] = Tensor(t.dtype, t.ne, t.nb, op=t.op, spec=t.spec, params=t.params, view_src=view, view_offs=t.view_offs, name=t.name)
-        c.flags, c._storage, c._offset = t.flags, t._storage, t._offset
-        c.src = tuple(None if s is None else twin.get(s, s) for s in t.src)
-    out = CGraph(size=graph.size, name=graph.name)
-    out.leafs, out.nodes = [twin[t] for t in graph.leafs], [twin[t] for t in graph.nodes]
-    out.visited = {twin[t]: n for t, n in graph.visited.items() if t in twin}
-    return out
-
-
-# ---- little things
-
-
-def _abilities(case: Case, b: Backend) -> Callable[[Tensor], str]:
-    """`why_unsupported` of a backend under a case's denied and allowed ops."""
-    denied, allowed = ({op for op, device in pairs if device == b.name} for pairs in (case.denied, case.allowed))
-    own = b.why_unsupported
-
-    def why(node: Tensor) -> str:
-        names = {node.op, node.desc}
-        if names & denied:
-            return f"{b.name} is made without {node.desc}"
-        return _kernels().why_unsupported(node) if names & allowed else own(node)
-
-    return why if denied or allowed else own
-
-
-@functools.lru_cache(1)
-def _kernels() -> CpuBackend:
-    return CpuBackend()
-
-
-def _values(name: str, shape: tuple[int, ...]) -> np.ndarray:
-    return np.random.default_rng(zlib.crc32(name.encode())).standard_normal(shape, np.float32)
-
-
-def _choices(ids: Tensor, graph: CGraph) -> int:
-    """How many rows or experts there are to choose from for whoever reads these numbers."""
-    users = [(n, n.src[0]) for n in graph.nodes if ids in n.src]
-    limits = [w.ne[2] if n.op == "MUL_MAT_ID" else w.ne[1] for n, w in users if n.op in ("MUL_MAT_ID", "GET_ROWS") and w is not None]
-    return min(limits, default=ids.n_elements) or 1
-
-
-def _known(name: str, names: Iterable[str], what: str) -> str:
-    known = [*names]
-    if name not in known:
-        raise ParameterError(f"no {what} {shown(name)!r}", f"one of {', '.join(map(shown, known[:20]))}")
-    return name
-
-
-def _named(backends: Sequence[Backend], name: str) -> Backend:
-    return {b.name: b for b in backends}[_known(name, [b.name for b in backends], "device")]
-
-
-def _with(pairs: Pairs, key: str, value: str) -> Pairs:
-    rest = tuple(p for p in pairs if p[0] != key)
-    return (*rest, (key, value)) if value else rest
+def _try(base: Case, change: Change, moved: int, before: Outcome, border: tuple[str, str]) -> Tried:
+    try:
+        after = base.changed(change).outcome()
+    except WorkbenchError as refused:
+        return Tried(change, "refused", moved, why=refused.found)
+    borders, old = after.borders(), before.borders()
+    verdict = "keeps" if border in borders else "removes" if len(after.splits) < len(before.splits) else "moves"
+    shifted = sum(a.backend != b.backend for a, b in zip(before.nodes, after.nodes, strict=True) if not a.is_view)
+    return Tried(change, verdict, moved, shifted, len(after.splits), after.copied, tuple(b for b in borders if b not in old))
