@@ -13,11 +13,12 @@ from typing import Any
 from workbench.devices.backend import Backend, Event, copy_tensor
 from workbench.scheduler.passes import Assignment
 from workbench.scheduler.splits import Split, Splitter
-from workbench.scheduler.transfer import EvalCallback, WeightTransfer
+from workbench.scheduler.transfer import EvalCallback, Mover, WeightTransfer
 from workbench.tensors.tensor import Flag, Tensor
 from workbench.trace import Trace
 
 _INPUT = int(Flag.INPUT)
+_NO_HOOKS = Mover()
 
 
 class Part:
@@ -60,6 +61,11 @@ class Runtime:
         if self.mend:
             self._neighbours = a.sharing()
 
+    @property
+    def hooks(self) -> Mover:
+        """The transfer, where it wants to know more than what to move."""
+        return self.transfer if isinstance(self.transfer, Mover) else _NO_HOOKS
+
     # ---- what a WeightTransfer may ask
 
     def backend_of(self, tensor: Tensor) -> Backend:
@@ -87,6 +93,7 @@ class Runtime:
             for b in self.backends:
                 b.cancel()
             self._busy.clear()
+            self.hooks.cancelled()
             raise
 
     def _await(self, backend: int) -> None:
@@ -120,7 +127,7 @@ class Runtime:
             for position in range(len(split.inputs)):
                 self._bring(split, position)
             finished &= self._compute(split)
-            self.transfer.done(self, self.backends[b], split)
+            self.hooks.done(self, self.backends[b], split)
             self._busy.add(b)
             event = self._events[b][self.slot]
             if event is not None:
@@ -165,7 +172,9 @@ class Runtime:
 
     def _compute(self, split: Split) -> bool:
         backend = self.backends[split.backend]
-        nodes = self.transfer.compute(self, backend, split)
+        nodes = self.hooks.compute(self, backend, split)
+        if split.nodes and not nodes:  # the transfer has asked for all of them
+            return True
         if self.eval_callback is None:
             backend.compute_async(self.part((split.uid, len(nodes)), nodes))
             return True

@@ -302,9 +302,11 @@ class Scheduler:
         else:
             steps = passes(a, graph, self.quirks), splitter.split(a, graph, self.slot)
             self._recorded = record.splitting(self.trace, graph, self._user, *steps, self.backends, self.buffer_types)
-        kept = self.transfer.attach(splitter.splits)
-        if any(b.optimizes for b in self.backends):
+        kept: dict[Tensor, list[Tensor]] = {}
+        hooks = self._runtime.hooks
+        if hooks.attaches or any(b.optimizes for b in self.backends):
             with splitter.rewritten():
+                kept = hooks.attach(splitter.splits, self.backends)
                 self._optimize(kept)
         self._graph, self._copy = graph, splitter.graph_copy(a, graph, kept)
         graph.uid = next_uid()

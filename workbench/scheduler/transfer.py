@@ -52,12 +52,7 @@ class Route(Protocol):
 
 
 class WeightTransfer(Protocol):
-    """A policy of weight movement."""
-
-    def attach(self, splits: list[Split]) -> dict[Tensor, list[Tensor]]:
-        """A graph was split and has no memory yet: copies may get memory of the policy's own. Returns what must keep its memory
-        until a node, by that node."""
-        ...
+    """A policy of weight movement. One that derives from `Mover` may do more than move."""
 
     def begin(self) -> None:
         """A run over all splits starts."""
@@ -67,34 +62,35 @@ class WeightTransfer(Protocol):
         """Bring input number `position` of a split to `target`; False: the runtime shall copy the whole tensor."""
         ...
 
-    def compute(self, route: Route, target: Backend, split: Split) -> list[Tensor]:
-        """All inputs are there. Returns the nodes that the runtime shall compute: all of them, unless the policy has asked for some."""
-        ...
 
-    def done(self, route: Route, target: Backend, split: Split) -> None:
-        """Everything in the split was asked for."""
-        ...
+class Mover:
+    """What the runtime tells a policy besides, and what it leaves to it if it likes. Here: nothing.
 
+    attaches: whether `attach` does anything.
+    """
 
-class _Mover:
-    """A policy that only moves weights."""
+    attaches = False
 
-    def attach(self, splits: list[Split]) -> dict[Tensor, list[Tensor]]:
-        """Copies get ordinary memory."""
+    def attach(self, splits: list[Split], backends: list[Backend]) -> dict[Tensor, list[Tensor]]:
+        """A graph was split and has no memory yet: copies may get memory of the policy's own. Returns, by node, what must keep its
+        memory until that node."""
         return {}
 
     def begin(self) -> None:
-        """Nothing to prepare."""
+        """A run over all splits starts."""
 
     def compute(self, route: Route, target: Backend, split: Split) -> list[Tensor]:
-        """The runtime computes all."""
+        """All inputs are there. Returns the nodes that the runtime shall compute: those that the policy has not asked for itself."""
         return split.nodes
 
     def done(self, route: Route, target: Backend, split: Split) -> None:
-        """Nothing to write down."""
+        """Everything in the split was asked for."""
+
+    def cancelled(self) -> None:
+        """A run failed, and devices have forgotten what did not happen yet."""
 
 
-class WholeTensor(_Mover):
+class WholeTensor(Mover):
     """Every weight is copied whole."""
 
     def move(self, route: Route, target: Backend, split: Split, position: int) -> bool:
@@ -102,7 +98,7 @@ class WholeTensor(_Mover):
         return False
 
 
-class UsedExperts(_Mover):
+class UsedExperts(Mover):
     """ggml's rule: where a split starts with MUL_MAT_ID and its weights lie in host memory, only the experts that the ids
     name are copied, neighbours in one go. The ids are read once as long as the same tensor holds them."""
 
