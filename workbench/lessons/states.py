@@ -16,6 +16,7 @@ from workbench.errors import ContextClosed
 from workbench.execution import GraphRunner
 from workbench.lessons.graph_states import Lesson03 as Lesson03
 from workbench.lessons.graph_states import Lesson04 as Lesson04
+from workbench.lessons.schedule_states import Lesson07 as Lesson07
 from workbench.lessons.thread_states import Lesson05 as Lesson05
 from workbench.models.session import fill_inputs
 from workbench.moe import RouteTrace
