@@ -1,0 +1,214 @@
+"""The engine: a mixture of experts runs on a device that has room for some of its experts only.
+
+It is a `WeightTransfer`: the scheduler cuts the graph before each product with experts as it always does, and asks how the weights
+are to come. The engine reads the router's ids once per layer, lets the cache policy decide, loads what is missing into the pool,
+and lets the device wait for these loads alone. A batch that needs more experts than there are slots runs in waves: the nodes
+from a layer's first product to its last are computed once for each group of experts, each time for that group's rows only.
+
+Whatever was predicted, the same kernels compute the same rows from the same bytes: results equal those of a model that is all there.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from workbench.devices.backend import Backend
+from workbench.expertflow.pool import ExpertPool, SlotView
+from workbench.models.model import Model
+from workbench.scheduler.splits import Split
+from workbench.scheduler.transfer import Mover, Route, UsedExperts, used_experts
+from workbench.tensors.tensor import Tensor
+
+_EXPERTS = re.compile(r"blk\.(\d+)\.ffn_(gate|up|down|gate_up)_exps\.weight")
+
+
+def expert_weights(model: Model) -> dict[int, list[Tensor]]:
+    """The merged expert matrices of each layer of a model, as they lie on the host."""
+    layers: dict[int, list[Tensor]] = {}
+    for name, weight in model.weights.items():
+        if found := _EXPERTS.fullmatch(name):
+            layers.setdefault(int(found[1]), []).append(weight)
+    return dict(sorted(layers.items()))
+
+
+@dataclass(eq=False)
+class Visit:
+    """One layer's experts in one graph: its products in order, and the nodes from the first to the last of them."""
+
+    layer: int
+    products: list[Tensor]
+    block: list[list[Tensor]] = field(default_factory=list)  # by split
+    groups: list[list[int]] = field(default_factory=list)  # of the present run
+    in_waves: bool = False
+
+
+class ExpertEngine(Mover):
+    """Moves experts through a pool (a `WeightTransfer`); other weights by ggml's rule.
+
+    pool: on the device that computes the experts. policy: decides hits, loads and evictions; see `policies`.
+    """
+
+    attaches = True
+
+    def __init__(self, pool: ExpertPool, policy: Any) -> None:
+        self.pool, self.policy = pool, policy
+        self._others = UsedExperts()
+        self._visits: dict[Tensor, Visit] = {}
+        self._open: Visit | None = None
+        self._reading: list[Any] = []
+
+    # ---- what the scheduler and its runtime call
+
+    def attach(self, splits: list[Split], backends: list[Backend]) -> dict[Tensor, list[Tensor]]:
+        """Let copies of experts be slots, find the visits, and keep what a wave reads until the last wave has read it."""
+        self._visits, visits = {}, dict[int, Visit]()
+        for split in splits:
+            if backends[split.backend] is self.pool.device:
+                for tensor, copies in zip(split.inputs, split.copies, strict=True):
+                    if (view := self.pool.view(tensor)) is not None:
+                        for copy in copies:
+                            copy.place(view)
+            for node in split.nodes:
+                if (view := self._view(node)) is not None:
+                    visit = visits.setdefault(view.layer, Visit(view.layer, []))
+                    visit.products.append(node)
+                    self._visits[node] = visit
+        for visit in visits.values():
+            visit.block = _between(splits, visit.products[0], visit.products[-1])
+        return {v.products[-1]: _memory_of(v.block) for v in visits.values() if self._may_need_waves(v)}
+
+    def begin(self) -> None:
+        """A run starts."""
+        self._others.begin()
+        self._open = None
+
+    def move(self, route: Route, target: Backend, split: Split, position: int) -> bool:
+        """Experts wait for the router's ids; the rest goes by ggml's rule."""
+        return self.pool.view(split.inputs[position]) is not None or self._others.move(route, target, split, position)
+
+    def compute(self, route: Route, target: Backend, split: Split) -> list[Tensor]:
+        """Bring each layer's experts before its first product; run waves at its last, where it takes several."""
+        nodes, at = split.nodes, 0
+        for i, node in enumerate(nodes):
+            visit = self._visits.get(node)
+            if visit is None:
+                continue
+            if node is visit.products[0]:
+                if i > at:
+                    target.compute_async(route.part((split.uid, "before", at, i), nodes[at:i]))
+                at = i
+                self._enter(target, visit, node)
+            if node is visit.products[-1] and visit.in_waves:
+                self._waves(route, target, visit)
+                at = i + 1
+        return [] if self._open is not None and self._open.in_waves else nodes[at:]
+
+    def done(self, route: Route, target: Backend, split: Split) -> None:
+        """After a layer's last product was asked for: its slots may be written again when that is done."""
+        if self._open is not None and not self._open.in_waves and self._open.products[-1] in split.nodes:
+            self._leave(target)
+
+    def cancelled(self) -> None:
+        """Give slots back whose loads did not happen."""
+        self._open = None
+        self.policy.forget(self.pool.forget_unfinished())
+
+    # ---- a layer
+
+    def _enter(self, target: Backend, visit: Visit, product: Tensor) -> None:
+        ids, weight = product.src[2], product.src[0]
+        assert ids is not None and weight is not None
+        used = used_experts(ids, target, weight)
+        most = self.pool.n_slots(visit.layer)
+        there = [e for e in used if (visit.layer, e) in self.pool.where]
+        order = [*there, *(e for e in used if (visit.layer, e) not in self.pool.where)]
+        visit.groups = [order[i : i + most] for i in range(0, len(order), most)]
+        visit.in_waves = len(visit.groups) > 1
+        self._open = visit
+        if not visit.in_waves:
+            self._serve(target, visit, visit.groups[0], None)
+
+    def _serve(self, target: Backend, visit: Visit, group: Sequence[int], only: frozenset[int] | None) -> None:
+        """Make a group of experts resident and let the next products read them."""
+        layer, pool = visit.layer, self.pool
+        for kind, where, expert in self.policy.step(layer, group):
+            self._apply(target, kind, where, expert)
+        slots = {e: pool.where[layer, e] for e in group}
+        for slot in slots.values():
+            if slot.ready is not None:
+                target.wait_event(slot.ready)
+                slot.ready = None  # what follows on this stream comes after it in any case
+        table = {e: (slot, slot.load) for e, slot in slots.items()}
+        views = [view for w in pool.weights[layer] if (view := pool.view(w)) is not None]
+
+        def bind() -> None:
+            for view in views:
+                view.bind(table, only)
+
+        target.then(bind)
+        self._reading = list(slots.values())
+
+    def _apply(self, target: Backend, kind: str, layer: int, expert: int) -> None:
+        trace, now = target.trace, target.buffer_type.now
+        if kind == "load":
+            self.pool.load(layer, expert)
+            if trace is not None:
+                trace.add("load", now, layer=layer, expert=expert, bytes=self.pool.expert_bytes(layer))
+        else:
+            if kind == "evict":
+                self.pool.evict(layer, expert)
+            if trace is not None:
+                trace.add(kind, now, layer=layer, expert=expert)
+
+    def _leave(self, target: Backend) -> None:
+        event = target.new_event(f"{target.name} has read layer {self._open.layer if self._open else 0}")
+        if event is not None:
+            event.record()
+            for slot in self._reading:
+                slot.read = event
+        self._open = None
+
+    def _waves(self, route: Route, target: Backend, visit: Visit) -> None:
+        rows = sum(map(len, visit.groups))
+        for group in visit.groups:
+            self._serve(target, visit, group, frozenset(group))
+            for n, nodes in enumerate(visit.block):
+                part = route.part((nodes[0], "wave", n), nodes)
+                part.share = len(group) / rows
+                target.compute_async(part)
+            self._leave(target)
+        visit.in_waves = False
+        target.then(lambda: None)
+
+    def _view(self, node: Tensor) -> SlotView | None:
+        storage = node.src[0].storage if node.op == "MUL_MAT_ID" and node.src[0] is not None else None
+        return storage if isinstance(storage, SlotView) and storage.pool is self.pool else None
+
+    def _may_need_waves(self, visit: Visit) -> bool:
+        ids = visit.products[0].src[2]
+        return ids is not None and ids.n_elements > self.pool.n_slots(visit.layer)
+
+
+def _between(splits: list[Split], first: Tensor, last: Tensor) -> list[list[Tensor]]:
+    """The nodes from `first` to `last`, split by split."""
+    out: list[list[Tensor]] = []
+    for split in splits:
+        nodes = split.nodes
+        a = nodes.index(first) if first in nodes else 0
+        b = nodes.index(last) + 1 if last in nodes else len(nodes)
+        if out or first in nodes:
+            out.append(nodes[a:b])
+            if last in nodes:
+                break
+    return out
+
+
+def _memory_of(block: list[list[Tensor]]) -> list[Tensor]:
+    """What owns the compute memory that the nodes of a block read and write."""
+    tensors = (t.root() for nodes in block for node in nodes for t in (node, *node.sources()))
+    return [t for t in dict.fromkeys(tensors) if t._storage is None]

@@ -1,0 +1,251 @@
+"""The pool: slots on a device that hold whole experts, taken once and used again for ever.
+
+An expert is its matrices side by side in one slot. Weights that are copied into a graph's splits get a `SlotView` as memory, so no
+compute buffer holds an expert; products ask it for `expert(e)` and are answered with the slot, so ids are never rewritten. Each
+answer checks the slot's tag (layer, expert, load): bytes of another expert can never be read in its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from workbench.devices.backend import Backend, Buffer, BufferType, Event
+from workbench.errors import ParameterError, StorageError, shown
+from workbench.kernels.weights import DecodedWeights, blas_can_read
+from workbench.tensors.dtype import dtype
+from workbench.tensors.storage import Usage
+from workbench.tensors.tensor import Tensor
+
+Expert = tuple[int, int]
+"""Layer and number of an expert."""
+FRESH = 0xFF
+ALIGNMENT = 256
+"""Slots, and the matrices in them, start at multiples of this many bytes."""
+
+
+@dataclass(eq=False, slots=True)
+class Slot:
+    """Room for one expert. holds: whose bytes will be there when all that was asked for has happened, and load: the number of the
+    load that brings them; tag: whose are there now; ready: the end of that load; read: the end of the last product that reads it."""
+
+    offset: int
+    size: int
+    holds: Expert | None = None
+    load: int = 0
+    tag: tuple[int, int, int] | None = None
+    ready: Event | None = None
+    read: Event | None = None
+
+
+class ExpertPool:
+    """Slots for the experts of some layers on one device, in memory of a type of its own.
+
+    weights: layer -> merged matrices [k, n, E] on the host, which together are its experts. budget: bytes. Layers whose experts
+    have one size share the slots of a class; classes share the budget by the bytes of their experts, and each has `least` slots. kind:
+    the memory to take (default: the device's own type). scrub: write 0xFF over what is evicted; verify: compare what a
+    product reads with the host's bytes. Raises ParameterError, with the least budget that works.
+    """
+
+    def __init__(self, device: Backend, weights: Mapping[int, Sequence[Tensor]], budget: int, *, least: int = 1,
+                 kind: BufferType | None = None, scrub: bool = False, verify: bool = False) -> None:  # fmt: skip
+        self.device, self.scrub, self.verify = device, scrub, verify
+        self.weights = {layer: tuple(merged) for layer, merged in weights.items()}
+        self.offsets = {layer: _offsets(merged) for layer, merged in self.weights.items()}
+        self.sizes = {layer: offsets[-1] for layer, offsets in self.offsets.items()}
+        counts = _slots(self.sizes, {layer: merged[0].ne[2] for layer, merged in self.weights.items()}, budget, least)
+        self.buffer: Buffer = (kind or device.buffer_type).alloc_buffer(sum(size * n for size, n in counts.items()), Usage.WEIGHTS)
+        self.classes: dict[int, list[Slot]] = {}
+        at = 0
+        for size, n in counts.items():
+            self.classes[size] = [Slot(at + i * size, size) for i in range(n)]
+            at += size * n
+        self.where: dict[Expert, Slot] = {}
+        self.n_loads = 0
+        self._views = {w: SlotView(self, layer, m) for layer, merged in self.weights.items() for m, w in enumerate(merged)}
+
+    # ---- what it holds
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all slots."""
+        return self.buffer.size
+
+    @property
+    def held(self) -> int:
+        """Bytes of the slots that hold an expert, or will when all loads have happened."""
+        return sum(slot.size for slot in self.where.values())
+
+    def n_slots(self, layer: int) -> int:
+        """Slots that the experts of a layer can use."""
+        return len(self.classes[self.sizes[layer]])
+
+    def expert_bytes(self, layer: int) -> int:
+        """Bytes that move when an expert of a layer is loaded."""
+        return sum(w.nb[2] for w in self.weights[layer])
+
+    def view(self, weight: Tensor) -> SlotView | None:
+        """The memory for copies of `weight`, or None for a weight that is none of the pool's."""
+        return self._views.get(weight)
+
+    # ---- moving
+
+    def load(self, layer: int, expert: int) -> Slot:
+        """Ask for an expert on the copy stream, into a free slot, after the last product that reads what was there.
+
+        Raises StorageError where no slot is free: evict first.
+        """
+        slot = next((s for s in self.classes[self.sizes[layer]] if s.holds is None), None)
+        if slot is None or (layer, expert) in self.where:
+            raise StorageError(f"expert {expert} of layer {layer} to be loaded", "a free slot, and the expert in none yet")
+        self.n_loads += 1
+        tag = (layer, expert, self.n_loads)
+        slot.holds, slot.load, self.where[layer, expert] = (layer, expert), self.n_loads, slot
+        for m, weight in enumerate(self.weights[layer]):
+            memory = weight.require_data().host_bytes()
+            start = weight.offset + expert * weight.nb[2]
+            slot.ready = self._send(self.matrix(slot, layer, m), memory[start : start + weight.nb[2]], slot.read)
+            if not m:  # from its first bytes on, what was there before is gone
+                self.device.then(lambda: setattr(slot, "tag", None), copies=True)
+        self.device.then(lambda: setattr(slot, "tag", tag), copies=True)
+        return slot
+
+    def _send(self, place: Tensor, data: np.ndarray, after: Event | None) -> Event | None:
+        prefetch = getattr(self.device, "prefetch", None)
+        if prefetch is not None:
+            return prefetch(place, data, 0, after)  # type: ignore[no-any-return]
+        self.device.set_async(place, data)
+        return None
+
+    def evict(self, layer: int, expert: int) -> None:
+        """Take an expert's slot back. Its bytes stay there until the next load, or, scrubbed, until nobody reads them any more."""
+        slot = self.where.pop((layer, expert))
+        slot.holds = None
+        if self.scrub:
+            whole = Tensor(dtype("i8"), (slot.size, 1, 1, 1)).named(f"slot at {slot.offset}")
+            whole.place(self.buffer, slot.offset)
+            slot.ready = self._send(whole, np.full(slot.size, FRESH, np.uint8), slot.read)
+            self.device.then(lambda: setattr(slot, "tag", None), copies=True)
+
+    def matrix(self, slot: Slot, layer: int, m: int) -> Tensor:
+        """Matrix `m` [k, n] of the expert in a slot, as a tensor."""
+        weight = self.weights[layer][m]
+        t = Tensor(weight.dtype, (*weight.ne[:2], 1, 1), (*weight.nb[:3], weight.nb[2])).named(weight.name)
+        t.place(self.buffer, slot.offset + self.offsets[layer][m])
+        return t
+
+    def forget_unfinished(self) -> list[Expert]:
+        """After a run that failed: give the slots back whose loads did not happen; whose they were to be."""
+        lost = [e for e, slot in self.where.items() if slot.tag != (*e, slot.load)]
+        for expert in lost:
+            self.where.pop(expert).holds = None
+        return lost
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self.where.clear()
+        self.buffer.close()
+
+
+class SlotView:
+    """The memory of a merged weight as a graph sees it, of which only some experts exist, in slots (a `Storage`)."""
+
+    is_host, version = False, 0
+    usage = Usage.WEIGHTS
+
+    def __init__(self, pool: ExpertPool, layer: int, m: int) -> None:
+        weight = pool.weights[layer][m]
+        self.pool, self.layer, self.m, self.weight = pool, layer, m, weight
+        self.name, self.size, self.buffer_type = f"slots of {weight.name}", weight.nbytes, pool.buffer.buffer_type
+        self.shape, self.dtype, self.direct = weight.ne[::-1], weight.dtype, blas_can_read(weight)
+        self.table: dict[int, tuple[Slot, int]] = {}
+        self.only: Collection[int] | None = None
+        self._decoded: dict[Slot, DecodedWeights] = {}
+
+    @property
+    def closed(self) -> bool:
+        """Whether the pool's memory is gone."""
+        return self.pool.buffer.closed
+
+    def host_bytes(self) -> np.ndarray:
+        """Always StorageError: a merged weight exists on the host alone."""
+        raise StorageError(f"the bytes of {shown(self.name)} in one piece", "one expert at a time: `expert(e)`")
+
+    device_bytes = host_bytes
+
+    def read(self, offset: int, nbytes: int) -> np.ndarray:
+        """Always StorageError."""
+        return self.host_bytes()
+
+    def write(self, offset: int, data: np.ndarray) -> None:
+        """Always StorageError."""
+        self.host_bytes()
+
+    # ---- the weight source of products
+
+    def weight_source(self, device: Backend) -> SlotView:
+        """What a product asks on `device`; it must be the pool's."""
+        if device is not self.pool.device:
+            raise StorageError(f"{device.name} reads {shown(self.name)}", f"{self.pool.device.name}, whose memory that is")
+        return self
+
+    def bind(self, table: dict[int, tuple[Slot, int]], only: Collection[int] | None) -> None:
+        """From now on: which load of which slot answers for each expert, and which experts are computed with."""
+        self.table, self.only = table, only
+
+    def expert(self, e: int, part: slice = slice(None), into: Any = None) -> Any:
+        """Rows of an expert's matrix. Raises StorageError where its bytes are not there now, or not these."""
+        slot, load = self.table.get(e, (None, 0))
+        if slot is None or slot.tag != (self.layer, e, load):
+            held = "no slot" if slot is None else f"a slot that holds {slot.tag or 'nothing'}"
+            raise StorageError(f"expert {e} of layer {self.layer} is read from {held}", f"its own bytes, of load {load}",
+                               "a product was asked for before its experts were there: wait for the load")  # fmt: skip
+        if self.pool.verify:
+            self._verify(slot, e)
+        rows = self._decoded.get(slot)
+        if rows is None:
+            place = self.pool.matrix(slot, self.layer, self.m)
+            device = self.pool.device
+            rows = self._decoded[slot] = DecodedWeights(device.xp, device.operand(place), self.dtype, self.direct)
+        return rows.matrix(0, 0, part, into)
+
+    def matrix(self, i3: Any, i2: Any, part: slice, into: Any = None) -> Any:
+        """Only MUL_MAT_ID reads from slots."""
+        raise StorageError(f"matrices of {shown(self.name)} as a stack", "one expert at a time: `expert(e)`")
+
+    def _verify(self, slot: Slot, e: int) -> None:
+        start = self.pool.matrix(slot, self.layer, self.m).offset
+        there = self.pool.buffer.device_bytes()[start : start + self.weight.nb[2]]
+        start = self.weight.offset + e * self.weight.nb[2]
+        if not np.array_equal(there, self.weight.require_data().host_bytes()[start : start + self.weight.nb[2]]):
+            raise StorageError(f"the slot of expert {e} of layer {self.layer} holds other bytes than {shown(self.weight.name)}",
+                               "a copy of the host's bytes", "were the weights rearranged, or the file replaced, after the load?")  # fmt: skip
+
+
+def _offsets(merged: Sequence[Tensor]) -> tuple[int, ...]:
+    """Where each matrix of an expert starts in its slot, and the size of the slot."""
+    at = [0]
+    for w in merged:
+        at.append(-(-(at[-1] + w.nb[2]) // ALIGNMENT) * ALIGNMENT)
+    return tuple(at)
+
+
+def _slots(sizes: Mapping[int, int], experts: Mapping[int, int], budget: int, least: int) -> dict[int, int]:
+    """Slots of each size class: shares of the budget by the bytes of all its experts, rounded down, at least `least`."""
+    total: dict[int, int] = {}
+    most: dict[int, int] = {}
+    for layer, size in sizes.items():
+        total[size] = total.get(size, 0) + size * experts[layer]
+        most[size] = most.get(size, 0) + experts[layer]
+    needed = sum(size * least for size in total)
+    if budget < needed:
+        raise ParameterError(f"an expert budget of {budget:,} bytes", f"{needed:,} bytes or more: {least} slots of {max(sizes.values()):,} bytes",
+                             "a token's experts must fit at the same time")  # fmt: skip
+    counts = {size: max(least, min(most[size], budget * total[size] // (sum(total.values()) * size))) for size in total}
+    while sum(size * n for size, n in counts.items()) > budget:  # `least` was more than a small class's share
+        size = max((s for s in counts if counts[s] > least), key=lambda s: s * counts[s])
+        counts[size] -= 1
+    return counts
