@@ -61,7 +61,7 @@ class Model:
         if hp.traits.oss:
             gate, up, down = (self.weights[f"blk.{layer}.ffn_{part}_exps.bias"] for part in ("gate", "up", "down"))
             biases = gate, up, down
-        return ExpertWeights(merged.gate, merged.up, merged.down, shared, share, biases)
+        return ExpertWeights(merged.gate, merged.up, merged.down, shared, share, biases, "swiglu_oai" if hp.traits.oss else "silu")
 
     @functools.cached_property
     def tokenizer(self) -> Tokenizer:
