@@ -15,8 +15,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from workbench.devices.backend import Backend
 from workbench.expertflow.pool import ExpertPool, SlotView
 from workbench.models.model import Model
@@ -183,7 +181,6 @@ class ExpertEngine(Mover):
                 target.compute_async(part)
             self._leave(target)
         visit.in_waves = False
-        target.then(lambda: None)
 
     def _view(self, node: Tensor) -> SlotView | None:
         storage = node.src[0].storage if node.op == "MUL_MAT_ID" and node.src[0] is not None else None

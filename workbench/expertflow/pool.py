@@ -116,7 +116,7 @@ class ExpertPool:
     def _send(self, place: Tensor, data: np.ndarray, after: Event | None) -> Event | None:
         prefetch = getattr(self.device, "prefetch", None)
         if prefetch is not None:
-            return prefetch(place, data, 0, after)  # type: ignore[no-any-return]
+            return prefetch(place, data, 0, after)
         self.device.set_async(place, data)
         return None
 
@@ -148,12 +148,14 @@ class ExpertPool:
         """Give the memory back."""
         self.where.clear()
         self.buffer.close()
+        for view in self._views.values():
+            view.closed = True
 
 
 class SlotView:
     """The memory of a merged weight as a graph sees it, of which only some experts exist, in slots (a `Storage`)."""
 
-    is_host, version = False, 0
+    is_host, version, closed = False, 0, False
     usage = Usage.WEIGHTS
 
     def __init__(self, pool: ExpertPool, layer: int, m: int) -> None:
@@ -164,11 +166,6 @@ class SlotView:
         self.table: dict[int, tuple[Slot, int]] = {}
         self.only: Collection[int] | None = None
         self._decoded: dict[Slot, DecodedWeights] = {}
-
-    @property
-    def closed(self) -> bool:
-        """Whether the pool's memory is gone."""
-        return self.pool.buffer.closed
 
     def host_bytes(self) -> np.ndarray:
         """Always StorageError: a merged weight exists on the host alone."""
@@ -221,8 +218,8 @@ class SlotView:
         there = self.pool.buffer.device_bytes()[start : start + self.weight.nb[2]]
         start = self.weight.offset + e * self.weight.nb[2]
         if not np.array_equal(there, self.weight.require_data().host_bytes()[start : start + self.weight.nb[2]]):
-            raise StorageError(f"the slot of expert {e} of layer {self.layer} holds other bytes than {shown(self.weight.name)}",
-                               "a copy of the host's bytes", "were the weights rearranged, or the file replaced, after the load?")  # fmt: skip
+            raise StorageError(f"the slot of expert {e} of layer {self.layer} differs from {shown(self.weight.name)}", "a copy",
+                               "were the weights rearranged, or the file replaced, after the load?")  # fmt: skip
 
 
 def _offsets(merged: Sequence[Tensor]) -> tuple[int, ...]:
@@ -242,8 +239,8 @@ def _slots(sizes: Mapping[int, int], experts: Mapping[int, int], budget: int, le
         most[size] = most.get(size, 0) + experts[layer]
     needed = sum(size * least for size in total)
     if budget < needed:
-        raise ParameterError(f"an expert budget of {budget:,} bytes", f"{needed:,} bytes or more: {least} slots of {max(sizes.values()):,} bytes",
-                             "a token's experts must fit at the same time")  # fmt: skip
+        raise ParameterError(f"an expert budget of {budget:,} bytes", f"{needed:,} bytes or more",
+                             f"{least} slots for experts of {', '.join(f'{size:,}' for size in total)} bytes must fit")  # fmt: skip
     counts = {size: max(least, min(most[size], budget * total[size] // (sum(total.values()) * size))) for size in total}
     while sum(size * n for size, n in counts.items()) > budget:  # `least` was more than a small class's share
         size = max((s for s in counts if counts[s] > least), key=lambda s: s * counts[s])
