@@ -77,6 +77,18 @@ MAKERS = {
     "MUL_MAT_ID": lambda c, n, t: ops.mul_mat_id(_weights(c, "f32", n, 2 * n, 8), _leaf(c, n, 1, t), _expert_ids(c, 2, t)),
     "MUL_MAT_ID q8_0": lambda c, n, t: ops.mul_mat_id(_weights(c, "q8_0", n, 2 * n, 8), _leaf(c, n, 2, t), _expert_ids(c, 2, t)),
     "OUT_PROD": lambda c, n, t: ops.out_prod(_leaf(c, n, t), _leaf(c, n, t, seed=1)),
+    "ACC": lambda c, n, t: ops.acc(_leaf(c, n, t), _leaf(c, n // 2, t, seed=1), offset=8),
+    "REPEAT_BACK": lambda c, n, t: ops.repeat_back(_leaf(c, n, t, 2), (n // 2, 1)),
+    "SILU_BACK": lambda c, n, t: ops.silu_back(_leaf(c, n, t), _leaf(c, n, t, seed=1)),
+    "RMS_NORM_BACK": lambda c, n, t: ops.rms_norm_back(_leaf(c, n, t), _leaf(c, n, t, seed=1)),
+    "SOFT_MAX_BACK": lambda c, n, t: ops.soft_max_back(_leaf(c, n, t), _leaf(c, n, t, seed=1, low=0.0), 0.5),
+    "CROSS_ENTROPY_LOSS_BACK": lambda c, n, t: ops.cross_entropy_loss_back(_leaf(c, 1), _leaf(c, n, t), _leaf(c, n, t, seed=1, low=0.0)),
+    "GET_ROWS_BACK": lambda c, n, t: ops.get_rows_back(_leaf(c, n, t), c.from_numpy(np.arange(t, dtype=np.int32) % 50), (n, 50)),
+    "MUL_MAT_ID_BACK": lambda c, n, t: ops.mul_mat_id_back(_leaf(c, n, 2 * n, 8), _leaf(c, 2 * n, 2, t, seed=1), _expert_ids(c, 2, t)),
+    "OUT_PROD_ID": lambda c, n, t: ops.out_prod_id(_leaf(c, n, 1, t), _leaf(c, 2 * n, 2, t, seed=1), _expert_ids(c, 2, t), 8),
+    "OPT_STEP_ADAMW": lambda c, n, t: ops.opt_step_adamw(
+        _leaf(c, n, t).mark(Flag.PARAM), *(_leaf(c, n, t, seed=s, low=0.0) for s in (1, 2, 3)),
+        c.from_numpy(np.array([0.0, 0.9, 0.999, 1e-8, 0.1, 1.0, 1.0], np.float32))),
 }  # fmt: skip
 
 

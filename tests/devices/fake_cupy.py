@@ -343,6 +343,8 @@ def _wrapped(function):
         result = function(*map(_in, args), **{k: _in(v) for k, v in kwargs.items()})
         return out if out is not None else result if isinstance(result, (list, int, float, str)) else _out(result)
 
+    if isinstance(function, np.ufunc):
+        call.at = lambda a, *rest: _wrapped(function.at)(a, *rest)
     return call
 
 
@@ -395,6 +397,7 @@ def module(n_devices=N_DEVICES):
     cupy.__dict__.update(OWN)
     cupy.is_available = lambda: n_devices > 0
     cupy.__getattr__ = lambda name: _numpy_name(name)
+    cupy.lib = types.SimpleNamespace(stride_tricks=types.SimpleNamespace(as_strided=_wrapped(np.lib.stride_tricks.as_strided)))
     cuda = types.SimpleNamespace(**CUDA)
     cuda.memory = types.SimpleNamespace(OutOfMemoryError=OutOfMemoryError)
     cuda.runtime = types.SimpleNamespace(getDeviceCount=lambda: n_devices, memGetInfo=lambda: (2**30, 2**31), memcpyPeerAsync=_memcpy_peer,

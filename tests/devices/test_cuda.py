@@ -34,8 +34,8 @@ def fake(monkeypatch):
 
 
 def bring(graph, backend):
-    """Every leaf that has data goes to the backend's memory."""
-    for t in graph.leafs:
+    """Every leaf and parameter that has data goes to the backend's memory."""
+    for t in (*graph.leafs, *(t for t in graph.nodes if t.op == "NONE")):
         if t.view_src is None and t.storage is not None:
             data, usage = t.storage.read(t.offset, t.nbytes), t.storage.usage
             t.place(backend.buffer_type.alloc_buffer(t.nbytes, usage))
@@ -48,7 +48,7 @@ def on(make_backend, make, n, t):
     if not backend.buffer_type.is_host:
         bring(graph, backend)
         for node in graph.nodes:  # made with memory of the context
-            if node.view_src is None:
+            if node.view_src is None and node.op != "NONE":
                 node.place(None)
     compute(graph, backend)
     return out.numpy().copy()

@@ -278,4 +278,5 @@ def test_mistakes_are_explained(make, error, words):
 def test_in_place_is_allowed_where_ggml_allows_it():
     allowed = {n for n, s in OPS.items() if s.in_place}
     assert allowed == {n for n, s in OPS.items() if s.op in {
-        "SCALE", "DIAG_MASK_INF", "ADD", "ADD_ID", "SUB", "MUL", "DIV", "SQR", "SQRT", "LOG", "UNARY", "ROPE", "RMS_NORM", "CLAMP", "SOFT_MAX", "FILL"}}  # fmt: skip
+        "SCALE", "DIAG_MASK_INF", "ADD", "ADD_ID", "SUB", "MUL", "DIV", "SQR", "SQRT", "LOG", "UNARY", "ROPE", "RMS_NORM", "CLAMP", "SOFT_MAX", "FILL",
+        "SILU_BACK", "RMS_NORM_BACK", "SOFT_MAX_BACK"}}  # fmt: skip

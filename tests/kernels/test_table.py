@@ -8,7 +8,7 @@ import pytest
 import workbench.kernels
 from tests.kernels.running import bound, leaf
 from workbench.kernels.kernel import NUMPY_BUFFER, Kernel
-from workbench.tensors import OPS, Context, ops
+from workbench.tensors import OPS, Context, Flag, ops
 
 assert workbench.kernels  # fills the columns
 
@@ -56,6 +56,19 @@ LARGE = {
     "REPEAT": lambda x, h: ops.repeat(x, (2 * N, 2 * ROWS)),
     "CONCAT": lambda x, h: ops.concat(x, x, 0),
     "CROSS_ENTROPY_LOSS": lambda x, h: ops.cross_entropy_loss(x, x),
+    "ACC": lambda x, h: ops.acc(x, leaf(x.context, (N // 2, ROWS))),
+    "REPEAT_BACK": lambda x, h: ops.repeat_back(x, (N // 2, 1)),
+    "SILU_BACK": lambda x, h: ops.silu_back(x, leaf(x.context, x.ne, layout="gaps")),
+    "RMS_NORM_BACK": lambda x, h: ops.rms_norm_back(x, x),
+    "SOFT_MAX_BACK": lambda x, h: ops.soft_max_back(x, x),
+    "CROSS_ENTROPY_LOSS_BACK": lambda x, h: ops.cross_entropy_loss_back(leaf(x.context, (1,)), x, x),
+    "GET_ROWS_BACK": lambda x, h: ops.get_rows_back(x, x.context.from_numpy(np.zeros(ROWS, "i4")), (N, 7)),
+    "MUL_MAT_ID_BACK": lambda x, h: ops.mul_mat_id_back(
+        leaf(x.context, (50, N, 4)), ops.reshape(x, N, 2, ROWS // 2), x.context.from_numpy(np.tile(np.arange(2, dtype="i4"), (ROWS // 2, 1)))),
+    "OUT_PROD_ID": lambda x, h: ops.out_prod_id(
+        leaf(x.context, (50, 1, ROWS // 2)), ops.reshape(x, N, 2, ROWS // 2),
+        x.context.from_numpy(np.tile(np.arange(2, dtype="i4"), (ROWS // 2, 1))), 4),
+    "OPT_STEP_ADAMW": lambda x, h: ops.opt_step_adamw(x.mark(Flag.PARAM), x, leaf(x.context, x.ne), leaf(x.context, x.ne), leaf(x.context, (7,))),
 }  # fmt: skip
 
 

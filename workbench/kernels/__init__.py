@@ -1,6 +1,18 @@
 """Kernels: the arithmetic of each op, beside its slow definition. Importing this room fills the columns of the op table."""
 
-from workbench.kernels import blocks, copies, elementwise, products, reference, reference_products, rows, superblocks
+from workbench.kernels import (
+    backward,
+    blocks,
+    copies,
+    elementwise,
+    products,
+    reference,
+    reference_backward,
+    reference_products,
+    rows,
+    superblocks,
+)
 from workbench.kernels.kernel import Kernel, Scratch
 
-__all__ = ["Kernel", "Scratch", "blocks", "copies", "elementwise", "products", "reference", "reference_products", "rows", "superblocks"]
+__all__ = ["Kernel", "Scratch", "backward", "blocks", "copies", "elementwise", "products", "reference", "reference_backward",
+           "reference_products", "rows", "superblocks"]  # fmt: skip

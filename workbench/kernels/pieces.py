@@ -91,11 +91,11 @@ def float_pieces(
 # ---- row by row
 
 
-def row_work(temporaries: int, values: int) -> Callable[[Tensor], int]:
-    """Scratch for `row_pieces`: `temporaries` as long as a row of the first source, and `values` numbers per row."""
+def row_work(temporaries: int, values: int, of: Callable[[Tensor], Tensor] = lambda node: next(node.sources())) -> Callable[[Tensor], int]:
+    """Scratch for `row_pieces`: `temporaries` as long as a row of the first source (of `of(node)`), and `values` numbers per row."""
 
     def work(node: Tensor) -> int:
-        a = next(node.sources())
+        a = of(node)
         rows = min(a.n_rows, max(1, piece() // max(1, a.ne[0])))
         return 4 * rows * (temporaries * a.ne[0] + values) + _PADDING * (temporaries + values)
 
