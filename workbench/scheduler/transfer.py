@@ -146,16 +146,20 @@ class UsedExperts(Mover):
 
 def used_experts(ids: Tensor, home: Backend, weight: Tensor) -> list[int]:
     """The experts that the ids name, each once, in order. Raises ParameterError for one that the weight does not have."""
+    return np.unique(read_ids(ids, home, weight)).tolist()
+
+
+def read_ids(ids: Tensor, home: Backend, weight: Tensor) -> np.ndarray:
+    """The ids [T, k] as the host sees them, which waits for them. Raises ParameterError for an expert that the weight does not have."""
     raw = home.get_async(ids)
     home.synchronize()
     values = np.ndarray(ids.ne[1::-1], np.int32, raw, 0, ids.nb[1::-1])
-    used = np.unique(values)
-    if used[0] < 0 or used[-1] >= weight.ne[2]:
-        wrong = used[0] if used[0] < 0 else used[-1]
+    if values.size and not 0 <= (lowest := values.min()) <= (highest := values.max()) < weight.ne[2]:
+        wrong = lowest if lowest < 0 else highest
         raise ParameterError(f"{ids.label} names expert {wrong}",
                              f"0 to {weight.ne[2] - 1}: {shown(weight.name)} has {weight.ne[2]} experts",
                              "write valid ids before the graph runs")  # fmt: skip
-    return [int(e) for e in used]
+    return values
 
 
 class ExpertCopy(NamedTuple):
