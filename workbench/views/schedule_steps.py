@@ -32,8 +32,8 @@ RULES = {
     "pass2_gpu_up": ("2 GPU ↑", "Pass 2, second sweep, upwards: backends other than the CPU spread to the nodes before theirs."),
     "pass2_rest_down": ("2 rest ↓", "Pass 2, third sweep, downwards: now the CPU spreads too."),
     "pass2_rest_up": ("2 rest ↑", "Pass 2, fourth sweep, upwards: what is still open takes the backend of what follows."),
-    "pass3": ("pass 3", "Pass 3 gives open nodes to the backend that can read most of their sources, and moves others up where the memory is "
-                        "the same."),
+    "pass3": ("pass 3", "Pass 3 gives open nodes to the backend that can read most of their sources, and moves others up where the memory "
+                        "is the same."),
     "pass4": ("pass 4", "Pass 4 settles the rest: views follow their memory, sources their reader."),
     "pass5": ("pass 5", "Pass 5 walks the nodes once more: a split for each run of nodes on one backend, a copy for each source that it "
                         "cannot read."),
@@ -109,7 +109,8 @@ def schedule_steps(scheduler: Scheduler, graph: Any, title: str = "", stages: Se
         told = _Told(scheduler, graph)
         all_steps = record_steps(told.walk(), lambda step: step, title or "The scheduler decides", "schedule")["steps"]
         data = graph_data(graph, title)
-    kept, before = [], []
+    kept: list[dict[str, Any]] = []
+    before: list[dict[str, Any]] = []
     for step in all_steps:
         (kept if step["stage"] in wanted or step["cause"] == "fail" else before if not kept else []).append(step)
     looks = backend_looks(scheduler)
@@ -127,8 +128,9 @@ def stages_of(stages: Sequence[str] | str | None) -> set[str]:
     """The exact names of stages that `stages` means; all of them for None."""
     asked = [stages] if isinstance(stages, str) else list(RULES) if stages is None else list(stages)
     found = {s for s in RULES for a in asked if s == a or s.startswith(f"{a}_")}
-    if strange := [a for a in asked if not any(s == a or s.startswith(f"{a}_") for s in RULES)] or not found:
-        raise ParameterError(f"stages {strange or stages!r}", "some of pass2, " + ", ".join(RULES))
+    strange = [a for a in asked if not any(s == a or s.startswith(f"{a}_") for s in RULES)]
+    if strange or not found:
+        raise ParameterError(f"stages {shown(strange)}", "some of pass2, " + ", ".join(RULES))
     return found
 
 
@@ -185,6 +187,9 @@ class _Told:
         event = ["stage", list(RULES).index(stage)]
         return {"stage": stage, "event": event, "label": short, "change": False, **self._because(cause, rule=rule)}
 
+    def _decider(self) -> dict[str, int]:
+        return {"by": self.ids[self.by]} if self.by in self.ids else {}
+
     def _because(self, cause: str, **facts: Any) -> dict[str, str]:
         sentence = CAUSES[cause].format(**{k: f"{v:,}" if isinstance(v, int) else v for k, v in facts.items()})
         return {"cause": cause, "sentence": sentence}
@@ -194,6 +199,7 @@ class _Told:
     def assigned(self, stage: str, t: Tensor, b: int, cause: str) -> dict[str, Any]:
         """A decision of passes 1 to 4, or one made by hand."""
         old = self.a.of.get(t, -1)
+        self.by: Tensor | None = None
         key, facts = self._reason(stage, t, b, cause, old)
         self.a.decide(stage, t, b, cause)
         if cause not in self.causes:
@@ -201,7 +207,8 @@ class _Told:
         event = ["assign", self.ids[t], b, list(RULES).index(stage), self.causes.index(cause)]
         op = t.desc if t.op != "NONE" else "a leaf"
         made = self._because(key, t=self.name(t), b=self.backend(b), old=self.backend(old), op=op, **facts)
-        return {"event": event, "label": f"{self.name(t)} → {self.backend(b)}", "change": b != old, **made, "cause": cause}
+        label = f"{self.name(t)} → {self.backend(b)}"
+        return {"event": event, "label": label, "change": b != old, **made, "cause": cause, **self._decider()}
 
     def _reason(self, stage: str, t: Tensor, b: int, cause: str, old: int) -> tuple[str, dict[str, Any]]:
         if cause in ("usr", "1.inp", "4.rest"):
@@ -226,6 +233,7 @@ class _Told:
     def _by_weight(self, t: Tensor, b: int, cause: str) -> tuple[str, dict[str, Any]]:
         j, w = next((j, s) for j, s in enumerate(t.src) if s is not None and is_weight(s))
         assert w.storage is not None
+        self.by = w
         facts = {"w": self.name(w), "j": str(j), "memory": buffer_type_of(w.storage).name}
         return ("1.off" if cause == "1.off" else "1.wgt" if b >= 0 else "1.wgt none"), facts
 
@@ -234,6 +242,7 @@ class _Told:
         down, i = stage.endswith("down"), self.place[t]
         seen = self.nodes[:i][::-1] if down else self.nodes[i + 1 :]
         skipped = next(k for k, n in enumerate(seen) if self.a.of.get(n, -1) != -1)
+        self.by = seen[skipped]
         over = f" (over {skipped} that {self.backend(b)} does not support)" if skipped else ""
         return {"near": self.name(seen[skipped]), "way": "before it" if down else "after it", "over": over}
 
@@ -246,11 +255,13 @@ class _Told:
         if cause == "4.vsrc":
             owner = t.view_src
             assert owner is not None
+            self.by = owner
             return ("4.home" if old >= 0 else cause if b >= 0 else "4.vsrc none"), {"owner": self.name(t.root() if old >= 0 else owner)}
         if cause == "2.sup":
             return "4.first", {}
         nodes = self.graph.nodes
         self.at = next(i for i in range(self.at, len(nodes)) if t in nodes[i].src or t is nodes[i].view_src)
+        self.by = nodes[self.at]
         return ("4.cur" if b >= 0 else "4.cur none"), {"user": self.name(nodes[self.at])}
 
     # ---- pass 5
@@ -327,3 +338,69 @@ def _fold(s: dict[str, Any], event: list[Any]) -> None:
 
 
 START["schedule"], FOLD["schedule"] = _start, _fold
+
+
+# ---- two runs
+
+
+def pairing(a: Steps, b: Steps) -> dict[str, Any]:
+    """What of run `b` belongs to what of run `a`, by the names of tensors and backends.
+
+    "match": the tensor of b, or -1, for each of a; "at": how far b is when a is at step k; "same": the step of b about the same
+    tensor in the same stage, or -1; "differs": the steps of a at which the runs part.
+    """
+    names = {r["name"]: i for i, r in reversed([*enumerate(b["graph"]["data"]["tensors"])])}
+    match = [names.get(r["name"], -1) for r in a["graph"]["data"]["tensors"]]
+    where: dict[tuple[Any, ...], list[int]] = {}
+    ends: dict[str, int] = {}
+    for k, step in enumerate(b["steps"]):
+        where.setdefault(_key(b, step, None), []).append(k)
+        ends[step["stage"]] = k
+    at, same, now = [], [], -1
+    for k, step in enumerate(a["steps"]):
+        found = next((i for i in where.get(_key(a, step, match), ()) if i >= now), -1)
+        stage_over = k + 1 == len(a["steps"]) or a["steps"][k + 1]["stage"] != step["stage"]
+        until = max((end for s, end in ends.items() if _RANK[s] <= _RANK[step["stage"]]), default=-1) if stage_over else -1
+        now = max(now, found, until, 0)
+        at.append(now)
+        same.append(found)
+    return {"match": match, "at": at, "same": same, "differs": _differing(a, b, match)}
+
+
+_RANK = {s: i for i, s in enumerate(RULES)}
+
+
+def _key(steps: Steps, step: dict[str, Any], match: list[int] | None) -> tuple[Any, ...]:
+    kind, *rest = step["event"]
+    t = steps["order"][rest[1]] if kind == "split" else rest[0] if kind not in ("stage", "fail") else None
+    j = rest[1] if kind == "rewrite" else None
+    return step["stage"], kind, t if match is None or t is None else match[t], j
+
+
+def _differing(a: Steps, b: Steps, match: list[int]) -> list[int]:
+    """Steps of `a` whose decision `b` makes otherwise or not at all; what only b decides counts at the end of the stage."""
+    mine, theirs = (_decided(steps) for steps in (a, b))
+    back = {t: i for i, t in enumerate(match) if t >= 0}
+    ends = {step["stage"]: k for k, step in enumerate(a["steps"])}
+    out = set()
+    for (stage, t), (k, backend) in mine.items():
+        other = theirs.get((stage, match[t]))
+        if other is None or other[1] != backend:
+            out.add(k)
+    for stage, t in theirs:
+        if (stage, back.get(t, -1)) not in mine and stage in ends:
+            out.add(ends[stage])
+    return sorted(out)
+
+
+def _decided(steps: Steps) -> dict[tuple[str, int], tuple[int, str]]:
+    """The last decision of each stage about each tensor, and the splits by their first node: (step, name of the backend)."""
+    names = [*(b["name"] for b in steps["backends"]), NONE["name"]]
+    out = {}
+    for k, step in enumerate(steps["steps"]):
+        kind, *rest = step["event"]
+        if kind == "assign":
+            out[step["stage"], rest[0]] = k, names[rest[1]]
+        elif kind == "split":
+            out[step["stage"], steps["order"][rest[1]]] = k, names[rest[0]]
+    return out

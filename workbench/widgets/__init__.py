@@ -4,8 +4,9 @@ from workbench.widgets.base import Shown
 from workbench.widgets.controls import Knobs, Question, Range
 from workbench.widgets.graph_view import GraphView
 from workbench.widgets.prompt_player import PromptPlayer
+from workbench.widgets.schedule import ScheduleStepper, step_schedule
 from workbench.widgets.stepper import Stepper
 from workbench.widgets.steps import step_expand, step_memory, step_plan, step_run
 
-__all__ = ["GraphView", "Knobs", "PromptPlayer", "Question", "Range", "Shown", "Stepper", "step_expand", "step_memory", "step_plan",
-           "step_run"]  # fmt: skip
+__all__ = ["GraphView", "Knobs", "PromptPlayer", "Question", "Range", "ScheduleStepper", "Shown", "Stepper", "step_expand", "step_memory", "step_plan",
+           "step_run", "step_schedule"]  # fmt: skip
