@@ -35,7 +35,7 @@ def module_level(tree):
             node, (ast.FunctionDef, ast.ClassDef)) else ()  # fmt: skip
 
 
-@pytest.mark.parametrize("room", ["tensors", "cgraph", "kernels", "devices", "execution", "moe", "models"])
+@pytest.mark.parametrize("room", ["tensors", "cgraph", "kernels", "devices", "execution", "moe", "models", "expertflow"])
 def test_heavy_packages_are_imported_where_they_are_used(room):
     for path in (ROOT / room).rglob("*.py"):
         for node in module_level(ast.parse(path.read_text(encoding="utf-8"))):

@@ -4,6 +4,7 @@ import pytest
 
 from workbench.errors import FileFormatError, ShapeError
 from workbench.moe import Router, RouteRecorder, RouteTrace
+from workbench.paths import models_dir
 
 
 def made(n=6, layers=(1, 2), k=2, n_expert=4, **more):
@@ -25,8 +26,8 @@ def test_a_stored_record_is_the_same(tmp_path, more):
     assert (back.domains is None) == (not more)
 
 
-def test_shipped_traces_are_read(data):
-    trace = RouteTrace.load(data / "traces/tiny-deepseek_trace.npz")
+def test_shipped_traces_are_read():
+    trace = RouteTrace.load(models_dir() / "traces/tiny-deepseek_trace.npz")
     assert (trace.n_layers, trace.n_tokens, trace.k, trace.n_expert) == (4, 24576, 4, 16)
     assert trace.layers.tolist() == [1, 2, 3, 4] and trace.domain_names[5] == "numeric"
     assert (trace.tokens[trace.positions == 0] == 0).all() and trace.sequences[-1] == 95 and trace.domains[-1] == 5

@@ -49,7 +49,8 @@ def test_no_stray_files(wheel):
 
 def test_licences_travel_along(wheel):
     names = zipfile.ZipFile(wheel).namelist()
-    for name in ("licenses/LICENSE", "licenses/NOTICE", "data/models/MODEL_CARD.md", "data/models/samples/NOTICE.md"):
+    for name in ("licenses/LICENSE", "licenses/NOTICE", "data/models/MODEL_CARD.md", "data/models/samples/NOTICE.md",
+                 "data/models/traces/APACHE-2.0.txt"):
         assert any(n.endswith(name) for n in names), name
 
 
