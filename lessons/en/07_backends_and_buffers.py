@@ -139,8 +139,9 @@ print(f"a copy takes {latency:,} ns, and {rate:.1f} bytes go over in each ns")
 rows = []
 for pieces in (1, 16, 256, 2048):
     predicted = pieces * (latency + 2**23 / pieces / rate)
-    rows.append((f"µs for {pieces:,} of {2**23 // pieces:,} bytes", predicted / 1000,
-                 state.copy_ns("rtx3090-pcie4", 2**23, pieces) / 1000))
+    simulated = state.copy_ns("rtx3090-pcie4", 2**23, pieces)
+    rows.append((f"µs for {pieces:,} of {2**23 // pieces:,} bytes",
+                 round(predicted / 1000), round(simulated / 1000)))
 views.side_by_side(rows, ("latency + bytes / bandwidth", "simulated"),
                    "Two numbers describe a copy. For small pieces only the first one counts.")
 
@@ -150,18 +151,18 @@ lesson.reveal("pieces", round(many / one), one=round(one / 1000), many=round(man
 
 # %% [markdown]
 # Latency and bytes weigh the same at *latency × bandwidth*. Below that size it hardly matters how much you copy, above it hardly how
-# often. Where is that point, on four links?
+# often. Where is that point, on three links?
 
 # %%
 sizes, curves, points = [2**i for i in range(2, 29)], {}, []
-for name in ("rtx3090-pcie4", "rtx3090-pcie3", "laptop", "cpu"):
+for name in ("rtx3090-pcie4", "laptop", "cpu"):
     speed = devices.cost.preset(name).speed
-    curves[name] = sizes, [speed.transfer_ns(n) / 1000 for n in sizes]
+    curves[name] = [n / 1000 for n in sizes], [speed.transfer_ns(n) / 1000 for n in sizes]
     points.append(f"{name} {speed.link_ns * speed.link / 1000:,.0f} KB")
 bends = ", ".join(points)
 views.line_picture({"": curves}, f"Flat, then a slope. The bend: {bends}.",
                    f"Time of a copy over its bytes: flat at first, then rising. Bends: {bends}.",
-                   "bytes", "µs (simulated)")
+                   "kilobytes", "µs (simulated)")
 
 # %% [markdown]
 # **Ordinary or pinned?** A card reads host memory by itself only where the system promises not to move it: *pinned* memory. Out of ordinary
@@ -172,7 +173,7 @@ pinned, ordinary = (state.copy_ns("rtx3090-pcie4", 2**24, pinned=p) for p in (Tr
 preset = devices.cost.preset("rtx3090-pcie4")
 rows = [("GB/s, pinned: PCIe 4.0 ×16 on paper → simulated", preset.figures["link"], 2**24 / pinned),
         ("ordinary / pinned: an RTX 5090, published → simulated", 9.6 / 32.4, pinned / ordinary)]
-print("published:", preset.sources["pageable"][:95])
+print("published:", preset.sources["pageable"].split(" (")[0])
 views.side_by_side(rows, ("published", "simulated"),
                    "Real programs reach about 80% of what the standard promises. "
                    "Ordinary memory is far slower.")
@@ -254,7 +255,7 @@ for name, ahead in (("one stream", False), ("two streams", True)):
     assert all(state.right(layers))
     found, names = state.spans(trace, times[-1])
     spans += [(lane + len(lanes), *rest) for lane, *rest in found]
-    lanes += [f"{name}: {lane}" for lane in names]
+    lanes += [f"{name}: {lane}" if ahead else name for lane in names]
 share = times[1] / times[0]
 views.lane_picture(spans, lanes, f"Both are right. On two streams it takes {share:.0%} of the time.",
                    "Work over time: on one stream copies and layers alternate, on two they overlap.",
