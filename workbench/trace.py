@@ -59,6 +59,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     "hit": ("layer", "expert"),
     "load": ("layer", "expert", "bytes"),
     "evict": ("layer", "expert"),
+    "hosted": ("layer", "expert"),  # a missing expert was computed on the host
 }
 """Every kind of event with the names of its integers. A word such as a cause is the id of an interned string."""
 

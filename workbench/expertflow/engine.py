@@ -15,11 +15,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from workbench.devices.backend import Backend
+from workbench.expertflow.hosted import HostBlock, host_ns, load_ns
 from workbench.expertflow.pool import ExpertPool, SlotView
 from workbench.models.model import Model
 from workbench.scheduler.splits import Split
-from workbench.scheduler.transfer import Mover, Route, UsedExperts, used_experts
+from workbench.scheduler.transfer import Mover, Route, UsedExperts, read_ids
 from workbench.tensors.tensor import Tensor
 
 _EXPERTS = re.compile(r"blk\.(\d+)\.ffn_(gate|up|down|gate_up)_exps\.weight")
@@ -41,20 +44,25 @@ class Visit:
     layer: int
     products: list[Tensor]
     block: list[list[Tensor]] = field(default_factory=list)  # by split
-    groups: list[list[int]] = field(default_factory=list)  # of the present run
+    # of the present run:
+    ids: Any = None
+    groups: list[list[int]] = field(default_factory=list)
+    hosted: list[int] = field(default_factory=list)
     in_waves: bool = False
+    twin: HostBlock | None = None
 
 
 class ExpertEngine(Mover):
     """Moves experts through a pool (a `WeightTransfer`); other weights by ggml's rule.
 
-    pool: on the device that computes the experts. policy: decides hits, loads and evictions; see `policies`.
+    pool: on the device that computes the experts. policy: decides hits, loads and evictions; see `policies`. host_below: missing
+    experts with fewer tokens than that are computed on the host instead of being loaded; "auto": where that is estimated to be quicker.
     """
 
     attaches = True
 
-    def __init__(self, pool: ExpertPool, policy: Any) -> None:
-        self.pool, self.policy = pool, policy
+    def __init__(self, pool: ExpertPool, policy: Any, host_below: int | str = 0) -> None:
+        self.pool, self.policy, self.host_below = pool, policy, host_below
         self._others = UsedExperts()
         self._visits: dict[Tensor, Visit] = {}
         self._open: Visit | None = None
@@ -64,7 +72,7 @@ class ExpertEngine(Mover):
 
     def attach(self, splits: list[Split], backends: list[Backend]) -> dict[Tensor, list[Tensor]]:
         """Let copies of experts be slots, find the visits, and keep what a wave reads until the last wave has read it."""
-        self._visits, visits = {}, dict[int, Visit]()
+        self._visits, self._host, visits = {}, backends[-1], dict[int, Visit]()
         for split in splits:
             if backends[split.backend] is self.pool.device:
                 for tensor, copies in zip(split.inputs, split.copies, strict=True):
@@ -119,17 +127,27 @@ class ExpertEngine(Mover):
     # ---- a layer
 
     def _enter(self, target: Backend, visit: Visit, product: Tensor) -> None:
+        """Read who is wanted, and settle where each is computed and in which wave."""
         ids, weight = product.src[2], product.src[0]
         assert ids is not None and weight is not None
-        used = used_experts(ids, target, weight)
+        self._open, visit.ids = visit, read_ids(ids, target, weight)
+        used, counts = np.unique(visit.ids, return_counts=True)
+        wanted = dict(zip(used.tolist(), counts.tolist(), strict=True))
+        there = [e for e in wanted if (visit.layer, e) in self.pool.where]
+        missing = [e for e in wanted if (visit.layer, e) not in self.pool.where]
+        visit.hosted = [e for e in missing if self._on_host(visit.layer, wanted[e])]
+        order = [*there, *(e for e in missing if e not in visit.hosted)]
         most = self.pool.n_slots(visit.layer)
-        there = [e for e in used if (visit.layer, e) in self.pool.where]
-        order = [*there, *(e for e in used if (visit.layer, e) not in self.pool.where)]
         visit.groups = [order[i : i + most] for i in range(0, len(order), most)]
-        visit.in_waves = len(visit.groups) > 1
-        self._open = visit
+        visit.in_waves = len(visit.groups) > 1 or bool(visit.hosted)
         if not visit.in_waves:
-            self._serve(target, visit, visit.groups[0], None)
+            self._serve(target, visit, visit.groups[0] if visit.groups else [], None)
+
+    def _on_host(self, layer: int, n_tokens: int) -> bool:
+        if self.host_below == "auto":
+            weights = self.pool.weights[layer]
+            return host_ns(self._host, weights, n_tokens) < load_ns(self.pool.device, weights)
+        return n_tokens < int(self.host_below)
 
     def _serve(self, target: Backend, visit: Visit, group: Sequence[int], only: frozenset[int] | None) -> None:
         """Make a group of experts resident and let the next products read them."""
@@ -172,15 +190,25 @@ class ExpertEngine(Mover):
         self._open = None
 
     def _waves(self, route: Route, target: Backend, visit: Visit) -> None:
-        rows = sum(map(len, visit.groups))
+        """Compute a layer's experts group by group on the device, and some on the host in the meantime."""
+        if visit.hosted:
+            visit.twin = visit.twin or HostBlock(self._host, [node for nodes in visit.block for node in nodes])
+            visit.twin.fetch(target)
+        n = sum(map(len, visit.groups))
         for group in visit.groups:
             self._serve(target, visit, group, frozenset(group))
-            for n, nodes in enumerate(visit.block):
-                part = route.part((nodes[0], "wave", n), nodes)
-                part.share = len(group) / rows
+            for i, nodes in enumerate(visit.block):
+                part = route.part((nodes[0], "wave", i), nodes)
+                part.share = len(group) / n
                 target.compute_async(part)
             self._leave(target)
-        visit.in_waves = False
+        if visit.hosted:
+            assert visit.twin is not None
+            visit.twin.compute(visit.hosted)
+            visit.twin.write(target, visit.ids, visit.hosted)
+            for expert in visit.hosted:
+                self._apply(target, "hosted", visit.layer, expert)
+        visit.in_waves, self._open = False, None
 
     def _view(self, node: Tensor) -> SlotView | None:
         storage = node.src[0].storage if node.op == "MUL_MAT_ID" and node.src[0] is not None else None
@@ -188,7 +216,7 @@ class ExpertEngine(Mover):
 
     def _may_need_waves(self, visit: Visit) -> bool:
         ids = visit.products[0].src[2]
-        return ids is not None and ids.n_elements > self.pool.n_slots(visit.layer)
+        return ids is not None and (bool(self.host_below) or ids.n_elements > self.pool.n_slots(visit.layer))
 
 
 def _between(splits: list[Split], first: Tensor, last: Tensor) -> list[list[Tensor]]:
