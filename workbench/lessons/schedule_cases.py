@@ -5,11 +5,16 @@ Weights lie where the recipe puts them unless a case says otherwise. Devices of 
 
 from __future__ import annotations
 
+import random
+from dataclasses import dataclass
+from string import ascii_uppercase
+
 from workbench.moe import ExpertWeights, Router, build_moe_ffn
 from workbench.scheduler.whatif import Case, Draft
 from workbench.tensors import Tensor, ops
 
 WIDTH = 64
+SIZES = (16, 32, 64, 128)
 
 
 def chain(d: Draft) -> Tensor:
@@ -106,6 +111,46 @@ def reused(d: Draft) -> Tensor:
     a = ops.mul_mat(d.weight("Wa", WIDTH, WIDTH, on="GPU"), h).named("a")
     b = ops.soft_max(a).named("b")
     return ops.mul_mat(d.weight("Wb", WIDTH, WIDTH, on="GPU"), ops.add(b, h).named("c")).named("e")
+
+
+@dataclass(frozen=True)
+class RandomSteps:
+    """A recipe of `n` steps A B C … drawn from a seed: products with weights on random devices, biases, and steps without weights; with
+    chain=False also sums of earlier results and views."""
+
+    seed: int
+    n: int = 8
+    chain: bool = True
+
+    def __call__(self, d: Draft) -> list[Tensor]:
+        """The graph; what nothing reads is an output."""
+        r, unary = random.Random(self.seed), (ops.silu, ops.soft_max, ops.rms_norm, ops.sqr, ops.neg)
+        made = [d.input("x", r.choice(SIZES), d.batch)]
+        for i in range(self.n):
+            name, x = f"{ascii_uppercase[i % 26]}{i // 26 or ''}", made[-1] if self.chain else r.choice(made[-4:])
+            same = [t for t in made if t.ne == x.ne]
+            what = r.choice("wwwbuuuu" if self.chain else "wwwbuuussv")
+            if what == "w":
+                x = ops.mul_mat(d.weight(f"W{name}", x.ne[0], r.choice(SIZES), on=r.choice(d.devices)), x)
+            elif what == "b":
+                x = ops.add(x, d.weight(f"b{name}", x.ne[0], on=r.choice(d.devices)))
+            elif what == "s":
+                x = ops.add(x, r.choice(same))
+            elif what == "v" and x.op != "NONE" and x.ne[0] > SIZES[0]:
+                x = ops.neg(ops.view(x, x.ne[0] // 2, d.batch, nb=(x.nb[1],)).named(f"half of {x.name}"))
+            else:
+                x = r.choice(unary)(x)
+            made.append(x.named(name))
+        read = {s.root() for t in made for s in t.sources()} | {s.root() for t in made for u in t.sources() for s in u.sources()}
+        return [t for t in made[1:] if t not in read]
+
+
+def random_case(seed: int, n: int = 8, chain: bool = True, devices: int = 1) -> Case:
+    """A case drawn from a seed: its steps, where the weights lie, the batch, and what each GPU lacks."""
+    r, cards = random.Random(f"case {seed}"), ["GPU"] if devices == 1 else [f"GPU{i}" for i in range(devices)]
+    denied = tuple((r.choice(("SOFT_MAX", "RMS_NORM", "SQR", "SILU")), card) for card in cards if r.random() < 0.6)
+    kind = "chain" if chain else "graph"
+    return Case(f"{kind} {seed}", RandomSteps(seed, n, chain), devices, r.choice((4, 4, 4, 32)), denied=denied)
 
 
 def _cases() -> dict[str, Case]:

@@ -40,6 +40,11 @@ class Draft:
         self.context = Context(1000 * TENSOR_OVERHEAD, no_alloc=True, name=case.name)
         self.graph = CGraph(name=case.name)
 
+    @property
+    def devices(self) -> list[str]:
+        """Their names, in the scheduler's order."""
+        return [*self._memories]
+
     def input(self, name: str, *ne: int, kind: str = "f32") -> Tensor:
         """A leaf that the user fills before each run."""
         return self.context.new_tensor(kind, *ne, name=name).mark(Flag.INPUT)
