@@ -27,7 +27,7 @@ class ScheduleStepper(Shown):
     match of the chosen cause and node; d D a difference.
     """
 
-    _esm = script("graph_scene", "step_pictures", "schedule")
+    _esm = script("graph_scene", "step_pictures", "schedule_roll", "schedule")
     _css = Shown._css + "".join((FOLDER / f"{name}.css").read_text("utf-8") for name in ("graph_view", "step_pictures", "schedule"))
     trace = traitlets.Dict().tag(sync=True)
     other = traitlets.Dict().tag(sync=True)
@@ -73,8 +73,8 @@ class ScheduleStepper(Shown):
         asked = next((i for i, s in enumerate(steps) if "ask" in s), len(steps)) if self.predict else len(steps)
         rows = [(i + 1, s["label"], s["sentence"]) for i, s in enumerate(steps[:asked]) if s["change"] or i == 0]
         said = f"{f'the first {ROWS} of ' * (len(rows) > ROWS)}{len(rows)} changes in {len(steps)} steps"
-        return table(["step", "", "why"], rows[:ROWS],
-                     f"{shown(self.trace['title'])}: {said if asked == len(steps) else 'what comes before the first question'}.")  # fmt: skip
+        said = said if asked == len(steps) else "what comes before the first question"
+        return table(["step", "", "why"], rows[:ROWS], f"{shown(self.trace['title'])}: {said}.")
 
 
 def step_schedule(scheduler: Scheduler, graph: Any, *, stages: Sequence[str] | None = None, start: str | None = None,
