@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from workbench.errors import shown
 from workbench.trace import Event, Trace
-from workbench.views.run_data import Reader, _nbytes
+from workbench.views.run_data import Reader, nbytes
 
 Range = tuple[Any, int, int]
 """Bytes of one memory: which, from, to."""
@@ -61,7 +62,7 @@ class Watch:
         self._originals: dict[str, int] = {}
         self._ids: dict[str, int] = {}
         self._order = self._now = self._asked = 0
-        self._cut = False
+        self._cut = ""  # the wait that was left out since the last launch
 
     def feed(self, event: Event) -> Iterator[Hazard]:
         """Read one more event."""
@@ -73,6 +74,10 @@ class Watch:
             self._ids, self._originals = {}, {}
         elif event.kind == "copy":
             self._originals[d["copy"]] = d["tensor"]
+        elif event.kind in ("launch", "left_out"):
+            self._cut = d.get("name", "")
+        elif event.kind == "run" or (event.kind == "sync" and d["device"] == self._cut):  # a run is over, or waited for again
+            yield from self.end()
         yield from self._looked(event, n)
         if event.kind in ("set_async", "get_async", "copy_async"):
             self._call = {**d, "call": event.kind}
@@ -81,20 +86,18 @@ class Watch:
         access = self._access(event, d)
         if access is not None:
             yield from self._against(access)
-            self._pending = [a for a in self._pending if a.time > event.start]
+            self._pending = [a for a in self._pending if a.time > self._now]
             self._pending.append(access)
-            if event.kind == "busy" and self._call.get("call") == "get_async" and d["work"] == "copy":
-                self._fetched = access
-        self._cut |= event.kind == "left_out"
 
     def end(self) -> Iterator[Hazard]:
-        """After the last event somebody looks at the results. Where no wait was left out, nobody is known to do so."""
+        """After a run somebody looks at the results; known only where a wait behind its last launch was left out."""
         if self._cut:
-            outputs = {t["name"] for t in self.reader.run.graph.get("tensors", ()) if "output" in t["flags"]}
+            tensors: list[dict[str, Any]] = self.reader.run.graph.get("tensors", [])
+            read = {s for t in tensors for s in t["src"]}
+            results = {shown(t["name"]) for i, t in enumerate(tensors) if i not in read or "output" in t["flags"]}
             for a in self._pending:
-                for _, name in a.writes:
-                    if a.time > self._now and name in outputs:
-                        yield Hazard(READ, name, HOST_READS, a.who, self._now, a.time, self._asked)
+                if a.time > self._now and (name := a.writes[0][1] if a.writes else "") in results:
+                    yield Hazard(READ, name, HOST_READS, a.who, self._now, a.time, self._asked)
 
     def _looked(self, event: Event, n: int) -> Iterator[Hazard]:
         """The host looks at what it fetched right after the wait for it, or at once where there is none."""
@@ -124,16 +127,18 @@ class Watch:
         if kind == "busy" and d["work"] == "compute":
             return self._computed(event, run.spans[-1].node)
         if kind == "busy":
-            call, self._call = self._call, {**self._call, "bytes": 0}
+            call, self._call = self._call, {}
             copy = call.get("copy", call.get("name", ""))
             if call.get("call") == "get_async":
-                return self._made(event, f"the copy of {self.reader.original(copy)[0]} to the host", [self._bytes(copy)], [])
+                self._fetched = self._made(event, f"the copy of {self.reader.original(copy)[0]} to the host", [self._bytes(copy)], [])
+                return self._fetched
             return self._copied(event, copy, call.get("offset", 0), call.get("bytes", 0))
         if kind in ("set", "copy_buffer"):
             return self._copied(event, d.get("copy", d["name"]), d.get("offset", 0), d["bytes"])
         if kind == "get":
             copy = run.spans[-1].copy_name
-            return self._made(event, f"the copy of {d['name']}", [self._bytes(d["name"])], [self._bytes(copy)] if copy in run.copies else [])
+            target = [self._bytes(copy)] if copy in run.copies else []
+            return self._made(event, f"the copy of {d['name']}", [self._bytes(d["name"])], target)
         if kind == "answer":
             return self._made(event, "the callback", [self._bytes(d["name"])], [])
         return None
@@ -147,7 +152,7 @@ class Watch:
             copy = self.reader.run.rewrites.get((node, j))
             if s is not None:
                 reads.append(self._bytes(copy) if copy is not None else self._range(s))
-        return self._made(event, tensors[node]["name"], reads, [self._range(node)])
+        return self._made(event, shown(tensors[node]["name"]), reads, [self._range(node)])
 
     def _copied(self, event: Event, copy: str, offset: int, nbytes: int) -> Access | None:
         if copy not in self._originals or not nbytes:
@@ -169,7 +174,7 @@ class Watch:
             self._ids = {copy: len(tensors) + n for n, copy in enumerate(run.copy_names)}
         if name in self._ids:
             return self._ids[name]
-        return next((i for i, t in enumerate(tensors) if t["name"] == name), -1)
+        return next((i for i, t in enumerate(tensors) if shown(t["name"]) == name), -1)
 
     def _bytes(self, name: str) -> tuple[Range, str] | None:
         i = self._id(name)
@@ -179,13 +184,13 @@ class Watch:
         """Where a tensor lies, and its name (of a copy: the original's)."""
         run = self.reader.run
         tensors: list[dict[str, Any]] = run.graph["tensors"]
-        name = tensors[i]["name"] if i < len(tensors) else run.copy_names[i - len(tensors)]
+        name = run.copy_names[i - len(tensors)] if i >= len(tensors) else ""
         t = tensors[i if i < len(tensors) else self._originals[name]]
         owner, offset = t.get("view", (i, 0)) if i < len(tensors) else (i, 0)
         place = run.places.get(owner)
         space: Any = place[:2] if place else tensors[owner]["name"] if owner < len(tensors) else name
         start = offset + (place[2] if place else 0)
-        return (space, start, start + _nbytes(t)), t["name"]
+        return (space, start, start + nbytes(t)), shown(t["name"])
 
 
 def _meet(a: Range, b: Range) -> bool:

@@ -65,7 +65,7 @@ class Move(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """A moment: an event recorded or waited for by a device, or the begin of a run."""
+    """A moment: an event recorded or waited for by a device, a wait that was left out, or the begin of a run."""
 
     lane: tuple[str, str]
     kind: str
@@ -229,7 +229,7 @@ class Reader:
         self._made.clear()
         if self.run.splits and made:
             name, kind, _ = self.run.copies[made[0]]
-            self.run.splits[-1].inputs.append((i, name, kind, _nbytes(self._tensors[i]) if 0 <= i < len(self._tensors) else 0))
+            self.run.splits[-1].inputs.append((i, name, kind, nbytes(self._tensors[i]) if 0 <= i < len(self._tensors) else 0))
             self.run.born.update(dict.fromkeys(made, self.run.splits[-1].first))
 
     def _on_rewrite(self, event: Event, d: dict[str, Any]) -> None:
@@ -358,6 +358,9 @@ class Reader:
             self._asked[d["target"], d["copy"]].append(self._at)
             self._move(self.run.memory_of(d["device"]), self.run.memory_of(d["target"]), d, d["copy"])
 
+    def _on_left_out(self, event: Event, d: dict[str, Any]) -> None:
+        self.run.marks.append(Mark(HOST, "left out", d["name"], event.start, self.n))
+
     def _on_event_record(self, event: Event, d: dict[str, Any]) -> None:
         self.run.marks.append(Mark((d["device"], "compute"), "recorded", d["event"], event.start, self.n))
 
@@ -436,7 +439,7 @@ def _plain(name: str) -> str:
     return "#".join(parts[1:-1]) if len(parts) > 2 and parts[-1].isdecimal() else name
 
 
-def _nbytes(tensor: dict[str, Any]) -> int:
+def nbytes(tensor: dict[str, Any]) -> int:
     """Bytes from the first to the last element (`ggml_nbytes`)."""
     ne, nb, kind = tensor["ne"], tensor["nb"], DTYPES[tensor["type"]]
     return (ne[0] // kind.block - 1) * nb[0] + kind.block_bytes + sum((n - 1) * b for n, b in zip(ne[1:], nb[1:])) if all(ne) else 0
