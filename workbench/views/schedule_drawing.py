@@ -62,7 +62,7 @@ def _roll(steps: Steps, s: dict[str, Any], caption: str) -> Picture:
     data, looks, order = steps["graph"]["data"]["tensors"], steps["backends"], steps["order"]
     every = [*looks, NONE][: len(looks) + any(s["of"][t] < 0 for t in order)]
     named, rows, n = len(order) <= WIDE, len(every), max(len(order), 6)
-    letters = max((len(_short(data[t]["name"])) for t in order), default=1)
+    letters = max((len(_short(steps["names"][t])) for t in order), default=1)
     slanted = named and letters * 0.075 > 7.6 / n
     head = (0.2 if not slanted else 0.2 + 0.052 * letters) if named else 0.05
     leafs = max((len(_leafs_of(data, t)) for t in order), default=0)
@@ -80,13 +80,13 @@ def _roll(steps: Steps, s: dict[str, Any], caption: str) -> Picture:
         b, view = s["of"][t] if s["of"][t] >= 0 else rows - 1, data[t]["class"] == "V"
         _cell(axes, x, b, every[b], 0.84, 0.4 if view else 0.76, (6.5 if view else 8) if named else 0)
         if named:
-            axes.text(x, -0.58, drawable(_short(data[t]["name"])), ha="left" if slanted else "center", va="bottom", size=7,
+            axes.text(x, -0.58, drawable(_short(steps["names"][t])), ha="left" if slanted else "center", va="bottom", size=7,
                       rotation=45 if slanted else 0, rotation_mode="anchor", style="italic" if view else "normal")  # fmt: skip
             _leafs(axes, steps, s, x, t, rows, n)
     _splits(axes, steps, s, rows + foot - 1.35, n)
-    said = "; ".join(f"{data[t]['name']} {(looks[s['of'][t]] if s['of'][t] >= 0 else NONE)['name']}" for t in order[:40])
-    names = [", ".join(data[t]["name"] for t in inputs) or "none" for _, _, inputs in s["splits"][:12]]
-    cuts = "".join(f" Split {i} on {looks[b]['name']} from {data[order[f]]['name']}, inputs: {inputs}."
+    said = "; ".join(f"{steps['names'][t]} {(looks[s['of'][t]] if s['of'][t] >= 0 else NONE)['name']}" for t in order[:40])
+    names = [", ".join(steps["names"][t] for t in inputs) or "none" for _, _, inputs in s["splits"][:12]]
+    cuts = "".join(f" Split {i} on {looks[b]['name']} from {steps['names'][order[f]]}, inputs: {inputs}."
                    for i, ((b, f, _), inputs) in enumerate(zip(s["splits"], names)))  # fmt: skip
     return picture(figure, f"{steps['title']}: nodes in order, a row for each backend. {said}.{cuts}", caption or conclusion(steps, s))
 
@@ -109,7 +109,7 @@ def _leafs(axes: Any, steps: Steps, s: dict[str, Any], x: int, t: int, rows: int
     """Under a node the leafs it reads, each with the letter of where it is."""
     data, looks, room = steps["graph"]["data"]["tensors"], steps["backends"], int(92 / n) - 3
     for k, i in enumerate(_leafs_of(data, t)):
-        y, name = rows - 0.2 + 0.6 * k, data[i]["name"].removesuffix(".weight")
+        y, name = rows - 0.2 + 0.6 * k, steps["names"][i].removesuffix(".weight")
         fits = name if len(name) <= room else name[: room - 1] + "…" if room > 3 else ""
         left = x - 0.0045 * n * len(fits)
         _cell(axes, left, y, looks[s["of"][i]] if s["of"][i] >= 0 else NONE, 0.014 * n, 0.5, 5.5)

@@ -8,6 +8,7 @@ the graph's data, causes and stages places in the header's "causes" and "stages"
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Any
@@ -22,6 +23,7 @@ from workbench.views.graph_data import all_ids, as_graph, graph_data
 from workbench.views.graph_drawing import for_page
 from workbench.views.graph_layout import graph_layout
 from workbench.views.palette import OKABE_ITO, ink_on
+from workbench.views.schedule_quiz import ask_about, ask_where
 from workbench.views.steps import FOLD, START, Steps, record_steps
 
 RULES = {
@@ -95,18 +97,19 @@ def backend_looks(scheduler: Scheduler) -> list[dict[str, str]]:
     return looks
 
 
-def schedule_steps(scheduler: Scheduler, graph: Any, title: str = "", stages: Sequence[str] | None = None) -> Steps:
+def schedule_steps(scheduler: Scheduler, graph: Any, title: str = "", stages: Sequence[str] | None = None,
+                   questions: bool = False) -> Steps:  # fmt: skip
     """Everything that `scheduler` would decide about `graph`, which both stay as they are. Where it refuses, the last step says why.
 
     stages: only these are stepped through ("pass2" means its four sweeps); what comes before them has happened already at the first
-    step. Raises ParameterError for a stage that does not exist.
+    step. questions: each decision holds the question of `schedule_quiz` as well. Raises ParameterError for a stage that does not exist.
     """
     if not isinstance(scheduler, Scheduler):
         raise ParameterError(f"a {type(scheduler).__name__}", "a Scheduler", "Scheduler([gpu, CpuBackend()])")
     graph = as_graph(graph)
     wanted = stages_of(stages)
     with scheduler.set_aside(graph):
-        told = _Told(scheduler, graph)
+        told = Told(scheduler, graph, questions)
         all_steps = record_steps(told.walk(), lambda step: step, title or "The scheduler decides", "schedule")["steps"]
         data = graph_data(graph, title)
     kept: list[dict[str, Any]] = []
@@ -120,7 +123,7 @@ def schedule_steps(scheduler: Scheduler, graph: Any, title: str = "", stages: Se
     return {"kind": "schedule", "title": shown(title or f"{len(graph.nodes)} nodes over {len(looks)} backends", 200),
             "columns": ["node", *(RULES[s][0] for s in RULES)], "table": "backend after each stage",
             "graph": for_page(data, graph_layout(data)), "stages": [[s, *RULES[s]] for s in RULES], "backends": looks,
-            "causes": told.causes, "order": order, "views": [told.ids[n] for n in graph.nodes if n.spec is not None and n.spec.is_view],
+            "names": told.says, "causes": told.causes, "order": order,
             "before": [s["event"] for s in before], "steps": kept or all_steps[-1:]}  # fmt: skip
 
 
@@ -134,20 +137,32 @@ def stages_of(stages: Sequence[str] | str | None) -> set[str]:
     return found
 
 
-class _Told:
+def unique_names(tensors: Sequence[dict[str, Any]]) -> list[str]:
+    """Names that say which tensor is meant: with the op, and then the place, where several are called the same."""
+    names = [r["name"] for r in tensors]
+    for extra in ("op", "tag"):
+        often = Counter(names)
+        names = [f"{n} ({r[extra] or 'leaf'})" if often[n] > 1 else n for n, r in zip(names, tensors)]
+    return names
+
+
+class Told:
     """The decisions as steps with full sentences. Its own assignment follows the scheduler's, to say who was the neighbour."""
 
-    def __init__(self, scheduler: Scheduler, graph: CGraph) -> None:
-        self.scheduler, self.graph = scheduler, graph
+    def __init__(self, scheduler: Scheduler, graph: CGraph, questions: bool = False) -> None:
+        self.scheduler, self.graph, self.questions = scheduler, graph, questions
         self.names = [b.name for b in scheduler.backends]
         self.a = Assignment(scheduler.backends, scheduler.buffer_types, scheduler.op_offload)
         self.ids = all_ids(graph)
-        self.says = [r["name"] for r in graph_data(graph)["tensors"]]
+        data = graph_data(graph)["tensors"]
+        self.says, self.layers = unique_names(data), [r["layer"] for r in data]
+        self.order = {n: i for i, n in enumerate(graph.nodes)}
         self.nodes = computed(graph.nodes)
         self.place = {n: i for i, n in enumerate(self.nodes)}
         self.causes: list[str] = []
         self.at = 0  # the node that pass 4 looks at
         self.splits: list[int] = []
+        self.firsts: list[int] = []
         self.copied: set[tuple[Tensor, int]] = set()
         self.inputs = 0
         self.fresh = False  # a copy was made for the rewrite that follows
@@ -156,7 +171,16 @@ class _Told:
         """A tensor's name, or its place."""
         return self.says[self.ids[t]] if t in self.ids else shown(t.label)
 
+    def layer(self, t: Tensor) -> int | None:
+        """The layer of the model that a tensor belongs to."""
+        return self.layers[self.ids[t]]
+
+    def short(self, stage: str) -> str:
+        """A stage's short name."""
+        return RULES[stage][0]
+
     def backend(self, b: int) -> str:
+        """A backend's name."""
         return shown(self.names[b], 40) if b >= 0 else NONE["name"]
 
     def walk(self) -> Iterator[dict[str, Any]]:
@@ -201,6 +225,7 @@ class _Told:
         old = self.a.of.get(t, -1)
         self.by: Tensor | None = None
         key, facts = self._reason(stage, t, b, cause, old)
+        ask = ask_about(self, stage, t, b, key, facts) if self.questions else None
         self.a.decide(stage, t, b, cause)
         if cause not in self.causes:
             self.causes.append(cause)
@@ -208,7 +233,8 @@ class _Told:
         op = t.desc if t.op != "NONE" else "a leaf"
         made = self._because(key, t=self.name(t), b=self.backend(b), old=self.backend(old), op=op, **facts)
         label = f"{self.name(t)} → {self.backend(b)}"
-        return {"event": event, "label": label, "change": b != old, **made, "cause": cause, **self._decider()}
+        return {"event": event, "label": label, "change": b != old, **made, "cause": cause, **self._decider(),
+                **({"ask": ask} if ask else {})}  # fmt: skip
 
     def _reason(self, stage: str, t: Tensor, b: int, cause: str, old: int) -> tuple[str, dict[str, Any]]:
         if cause in ("usr", "1.inp", "4.rest"):
@@ -293,11 +319,13 @@ class _Told:
         old = self.splits[-1] if self.splits else -1
         kind = "first" if old < 0 else "backend" if b != old else "weight" if why.startswith("the weight") else "full"
         weight = next((s for s in node.src if s is not None and is_weight(s) and not self.a.reads(b, s)), node)
+        ask = ask_where(self, first, f"split {kind}") if self.questions else None
         self.splits.append(b)
+        self.firsts.append(first)
         self.inputs = 0
         return {"event": ["split", b, first], "label": f"split {len(self.splits) - 1} on {self.backend(b)}", "change": True,
                 **self._because(f"split {kind}", t=self.name(node), b=self.backend(b), old=self.backend(old), w=self.name(weight),
-                                k=str(len(self.splits) - 1))}  # fmt: skip
+                                k=str(len(self.splits) - 1)), **({"ask": ask} if ask else {})}  # fmt: skip
 
 
 # ---- the state after some steps
@@ -349,8 +377,8 @@ def pairing(a: Steps, b: Steps) -> dict[str, Any]:
     "match": the tensor of b, or -1, for each of a; "at": how far b is when a is at step k; "same": the step of b about the same
     tensor in the same stage, or -1; "differs": the steps of a at which the runs part.
     """
-    names = {r["name"]: i for i, r in reversed([*enumerate(b["graph"]["data"]["tensors"])])}
-    match = [names.get(r["name"], -1) for r in a["graph"]["data"]["tensors"]]
+    names = {n: i for i, n in enumerate(b["names"])}
+    match = [names.get(n, -1) for n in a["names"]]
     where: dict[tuple[Any, ...], list[int]] = {}
     ends: dict[str, int] = {}
     for k, step in enumerate(b["steps"]):

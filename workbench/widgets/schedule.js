@@ -31,7 +31,7 @@ function layers(trace, model, pick) {
     for (const chips of Object.values(b.chips)) for (const c of chips) if (!home.has(c)) home.set(c, k);
   });
   const canvas = h('div', {className: 'wb-scroll wb-layers', tabIndex: 0, role: 'region', 'aria-label': 'The graph, top to bottom'});
-  let made = null, key = '', view = null, scale = 0, badges = new Map(), marked = [];
+  let made = null, key = '', view = null, scale = 0, badges = new Map(), marked = [], box = {};
   const zoom = to => { scale = Math.max(0.15, Math.min(2, to)); size(); };
   const size = () => { if (view) { view.setAttribute('width', made.width * scale + 16); view.setAttribute('height', made.height * scale + 16); } };
   const build = (s, opened) => {
@@ -52,7 +52,7 @@ function layers(trace, model, pick) {
       frame.append(bar);
       bars.set(b, {bar, key: ''});
     });
-    if (!scale) scale = Math.max(0.6, Math.min(1, ((canvas.clientWidth || 560) - 30) / made.width));
+    if (!scale) scale = Math.max(0.6, Math.min(1, ((box.w || 560) - 30) / made.width));
     view = svg('svg', {'aria-hidden': 'true', viewBox: `-8 -8 ${made.width + 16 / scale} ${made.height + 16 / scale}`}, made.root);
     size();
     canvas.replaceChildren(view);
@@ -93,6 +93,7 @@ function layers(trace, model, pick) {
     put(model, 'opened', opened.includes(b) ? opened.filter(k => k !== b) : [...opened, b]);
   });
   return {canvas, zoom: by => zoom(scale * by), fit: () => made && zoom(Math.min((canvas.clientWidth - 30) / made.width, (canvas.clientHeight - 20) / made.height)),
+    measure() { box = {w: canvas.clientWidth, h: canvas.clientHeight, x: canvas.scrollLeft, y: canvas.scrollTop}; },
     draw(s, now, by) {
       const at = home.get(now), opened = [...new Set([...model.get('opened'), ...(at === undefined ? [] : [at])])].filter(b => graph.blocks[b]?.name).sort((a, b) => a - b);
       if (!made || at !== undefined || key === '' || key.split('|')[1] !== model.get('opened').join()) {
@@ -110,9 +111,9 @@ function layers(trace, model, pick) {
       for (const [t, text] of badges) if (text.textContent !== (starts.get(t) ?? '')) text.textContent = starts.get(t) ?? '';
       const part = made.boxes.get(now)?.[0] ?? made.frames[made.covers.get(now)], card = part?.querySelector('rect');
       if (card) {
-        const [cx, cy] = [(+card.getAttribute('x') + 8) * scale, (+card.getAttribute('y') + 8) * scale], [w, tall] = [canvas.clientWidth, canvas.clientHeight];
-        if (cy < canvas.scrollTop + 40 || cy > canvas.scrollTop + tall - 90) canvas.scrollTop = cy - tall / 2;
-        if (cx < canvas.scrollLeft + 20 || cx > canvas.scrollLeft + w - 150) canvas.scrollLeft = cx - w / 2 + 60;
+        const [cx, cy] = [(+card.getAttribute('x') + 8) * scale, (+card.getAttribute('y') + 8) * scale], tall = box.h || 400, w = box.w || 560;
+        if (cy < box.y + 40 || cy > box.y + tall - 90) canvas.scrollTop = cy - tall / 2;
+        if (cx < box.x + 20 || cx > box.x + w - 150) canvas.scrollLeft = cx - w / 2 + 60;
       }
     }};
 }
@@ -126,7 +127,7 @@ function stages(trace, pick) {
       h('colgroup', {}, h('col', {style: 'width:34%'}), ...columns.map(() => h('col', {})), h('col', {})),
       h('thead', {}, h('tr', {}, ...['node', ...columns.map(c => c[0]), 'split'].map(c => h('th', {scope: 'col'}, c)))), body));
   let last = null;
-  const cell = (s, other, t, i) => {
+  const place = new Map(trace.order.map((t, i) => [t, i])), cell = (s, other, t, i) => {
     const mine = s.table[t]?.[i], theirs = other ? other.table(t, i) : undefined, differs = other && (mine?.[0] ?? -2) !== (theirs ?? -2);
     const look = mine ? backendLook(trace, mine[0]) : null;
     const td = h('td', {className: differs ? 'wb-differs' : '', title: mine ? `${look.name}: ${trace.causes[mine[1]]}` : ''},
@@ -135,24 +136,27 @@ function stages(trace, pick) {
     return td;
   };
   const splitOf = (s, t) => {
-    const at = trace.order.indexOf(t);
+    const at = place.get(t) ?? -1;
     if (at < 0 || !s.splits.length) return '';
     const k = s.splits.findLastIndex(p => p[1] <= at);
     return k === s.splits.length - 1 && s.stage < trace.stages.length - 1 ? '' : String(k);
   };
   const fill = () => {
-    const {s, now, other, before} = last, from = Math.max(0, Math.min(rows.length - 1, Math.floor(box.scrollTop / ROW) - 3)), to = Math.min(rows.length, from + Math.ceil((box.clientHeight || 340) / ROW) + 6);
+    const {s, now, other} = last, from = Math.max(0, Math.min(rows.length - 1, Math.floor(top / ROW) - 3)), to = Math.min(rows.length, from + Math.ceil(tall / ROW) + 6);
     const filler = n => h('tr', {'aria-hidden': 'true'}, h('td', {colSpan: columns.length + 2, style: `height:${n * ROW}px;padding:0;border:0`}));
     body.replaceChildren(...(from ? [filler(from)] : []), ...rows.slice(from, to).map((t, k) => h('tr', {'aria-rowindex': from + k + 2, className: t === now ? 'wb-current' : '', onclick: () => pick(t),
-      ...(t === now ? {'aria-current': 'true'} : {})}, h('td', {title: said(tensors[t])}, tensors[t].name), ...columns.map(([, i]) => cell(s, other, t, i)), h('td', {}, before ? '' : splitOf(s, t)))),
+      ...(t === now ? {'aria-current': 'true'} : {})}, h('td', {title: said(tensors[t])}, nameOf(trace, t)), ...columns.map(([, i]) => cell(s, other, t, i)), h('td', {}, splitOf(s, t)))),
       ...(to < rows.length ? [filler(rows.length - to)] : []));
   };
-  box.addEventListener('scroll', () => { if (last) fill(); });
-  return {box, draw(s, now, other) {
+  box.addEventListener('scroll', () => { if (last && Math.abs(box.scrollTop - top) > ROW) { top = box.scrollTop; fill(); } });
+  let top = 0, tall = 0;
+  return {box, measure() { top = box.scrollTop; tall = box.clientHeight || 340; }, draw(s, now, other) {
     last = {s, now, other};
-    const at = rows.indexOf(now), top = box.scrollTop, tall = box.clientHeight || 340;
-    if (at >= 0 && (at * ROW < top || (at + 2) * ROW > top + tall)) box.scrollTop = at * ROW - tall / 2;
+    const at = rows.indexOf(now);
+    const away = at >= 0 && (at * ROW < top || (at + 2) * ROW > top + tall);
+    if (away) top = Math.max(0, Math.min(at * ROW - tall / 2, (rows.length + 2) * ROW - tall));
     fill();
+    if (away) box.scrollTop = top;
   }};
 }
 function splitsTable(trace, s) {
@@ -173,19 +177,18 @@ function quiz(model, draw) {
     const group = (legend, texts, key) => h('fieldset', {}, h('legend', {}, legend), ...texts.map((text, i) => h('label', {},
       h('input', {type: 'radio', name: `${name}-${key}-${k}`, onchange: () => { chosen[key] = i; check.disabled = chosen.b === undefined || chosen.c === undefined; }}), h('span', {}, text))));
     const check = h('button', {type: 'submit', className: 'wb-main', disabled: true}, 'Check (Enter)');
-    const b = trace.backends.map(look => `${look.code}  ${look.name}`), picked = i => i < trace.backends.length ? i : -1;
     return h('form', {onsubmit: event => {
       event.preventDefault();
       if (check.disabled) return;
-      put(model, 'answers', {...model.get('answers'), [k]: [picked(chosen.b), chosen.c]});
-    }}, h('div', {className: 'wb-two wb-ask'}, group(ask.question, [...b, 'none yet: it stays open'], 'b'), group('Because', ask.options.map(o => o[0]), 'c')),
+      put(model, 'answers', {...model.get('answers'), [k]: [ask.choices[chosen.b][1], chosen.c]});
+    }}, h('div', {className: 'wb-two wb-ask'}, group(ask.question, ask.choices.map(c => c[0]), 'b'), group('Because', ask.options.map(o => o[0]), 'c')),
       h('div', {className: 'wb-row'}, check, h('button', {type: 'button', onclick: () => put(model, 'answers', {...model.get('answers'), [k]: null})}, 'Show without answering')));
   };
   const judge = (trace, k, [b, c]) => {
-    const step = trace.steps[k], {options, right} = step.ask, is = backendLook(trace, step.event[2]).name, good = b === step.event[2];
+    const {options, right, choices, is} = trace.steps[k].ask, good = b === is, text_ = v => choices.find(c => c[1] === v)?.[0];
     const [text, misconception, why] = options[c];
-    return h('div', {className: 'wb-judged'}, h('div', {}, `${good ? '✓' : '✗'} backend: ${good ? is : `you said ${backendLook(trace, b).name}, it is ${is}`}`),
-      h('div', {}, c === right ? `✓ cause: ${text}` : `✗ cause: you said “${text}”. ${misconception ? `That is “${misconception}”: ` : ''}${why}`));
+    return h('div', {className: 'wb-judged'}, h('div', {}, `${good ? '✓' : '✗'} ${good ? text_(is) : `you said ${text_(b)}: it is ${text_(is)}`}`),
+      h('div', {}, c === right ? `✓ because ${text}` : `✗ because: you said “${text}”. ${misconception ? `That is “${misconception}”: ` : ''}${why}`));
   };
   return {box, open: (trace, k) => model.get('predict') && !!trace.steps[k].ask && !(k in model.get('answers')), draw(trace, k, opened) {
     const answers = model.get('answers'), key = `${k} ${opened} ${JSON.stringify(answers[k])}`;
@@ -198,7 +201,7 @@ function quiz(model, draw) {
 }
 const scoreOf = (trace, answers) => {
   const given = Object.entries(answers).filter(([k, a]) => a && trace.steps[k]?.ask);
-  return [given.length, given.filter(([k, a]) => a[0] === trace.steps[k].event[2]).length, given.filter(([k, a]) => a[1] === trace.steps[k].ask.right).length];
+  return [given.length, given.filter(([k, a]) => a[0] === trace.steps[k].ask.is).length, given.filter(([k, a]) => a[1] === trace.steps[k].ask.right).length];
 };
 // ---- all of it
 function render({model, el, signal}) {
@@ -260,6 +263,8 @@ function render({model, el, signal}) {
   };
   const draw = () => {
     if (!run || run.trace !== main() || (run.other?.trace ?? null) !== (two() ? beside() : null)) setUp();
+    run.graph.measure();                             // all that is measured, before anything is written
+    run.table.measure();
     const {trace} = run, k = now(), step = trace.steps[k], asks = questions.open(trace, k) && get('side') === 'A';
     const s = asks && k > 0 ? stateAt(trace, k - 1) : asks ? START.schedule(trace) : stateAt(trace, k), about = subject(trace, k), other = run.other ? compared(k) : null;
     bar.setAttribute('aria-label', `${trace.title}: arrow keys step, n and p jump to a change, Page Up and Page Down to a pass, Home and End`);
@@ -286,7 +291,7 @@ function render({model, el, signal}) {
     if (s.splits.length) splits.replaceChildren(splitsTable(trace, s));
     questions.draw(trace, k, asks);
     const [n, b, c] = scoreOf(get('trace'), get('answers'));
-    score.textContent = get('predict') ? `answered ${n}: ${b} backends and ${c} causes right` : '';
+    score.textContent = get('predict') ? `answered ${n}: ${b} right, with ${c} right reasons` : '';
   };
   const act = {ArrowLeft: () => go(now() - 1), ArrowRight: () => go(now() + 1), Home: () => go(0), End: () => go(last()), ' ': () => go(now() + 1), n: () => change(1), p: () => change(-1),
     PageDown: () => pass(1), PageUp: () => pass(-1), m: () => matches(1), b: () => matches(-1), d: () => two() && differing(1), D: () => two() && differing(-1), x: () => exchange()};

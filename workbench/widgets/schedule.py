@@ -52,7 +52,7 @@ class ScheduleStepper(Shown):
         """Decisions predicted, backends right, causes right."""
         said = [(self.trace["steps"][int(k)], a) for k, a in self.answers.items() if a]
         said = [(step, a) for step, a in said if "ask" in step]
-        return len(said), sum(a[0] == step["event"][2] for step, a in said), sum(a[1] == step["ask"]["right"] for step, a in said)
+        return len(said), sum(a[0] == step["ask"]["is"] for step, a in said), sum(a[1] == step["ask"]["right"] for step, a in said)
 
     def stored_text(self) -> str:
         """Every change as a line."""
@@ -86,7 +86,7 @@ def step_schedule(scheduler: Scheduler, graph: Any, *, stages: Sequence[str] | N
     scheduler, or one with its graph, for a second run beside this one. predict: ask before showing.
     """
     second = (other, graph) if isinstance(other, Scheduler) else other
-    steps = schedule_steps(scheduler, graph, title, stages)
+    steps = schedule_steps(scheduler, graph, title, stages, questions=predict)
     k = last_of(steps, start) if start is not None else 0
     beside = schedule_steps(second[0], second[1], f"{title or 'the other run'} (B)", stages) if second is not None else None
     return ScheduleStepper(steps, caption, beside, k=k, predict=predict)

@@ -1,7 +1,7 @@
 // The nodes of a schedule in order, a row for each backend, with splits: for the stepper and for what-if.
 const OPEN = {name: 'none yet', code: '?', fill: '#FFFFFF', ink: '#000000'};
 const backendLook = (trace, b) => b >= 0 ? trace.backends[b] : OPEN;
-const nameOf = (trace, t) => trace.graph.data.tensors[t].name;
+const nameOf = (trace, t) => trace.names?.[t] ?? trace.graph.data.tensors[t].name;
 function roll(trace, pick) {
   const {tensors} = trace.graph.data, n = Math.max(trace.order.length, 6), W = 1000, left = 96, tall = 30, named = trace.order.length <= 26;
   const wide = (W - left - 6) / n, slanted = named && Math.max(...trace.order.map(t => nameOf(trace, t).length)) * 6.4 > wide;
