@@ -142,10 +142,11 @@ class Cut(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What the passes decided."""
+    """What the passes decided; leafs: names and backends of inputs and weights."""
 
     nodes: tuple[Placed, ...]
     splits: tuple[Cut, ...]
+    leafs: tuple[tuple[str, str], ...]
 
     @property
     def copied(self) -> int:
@@ -182,7 +183,7 @@ class Case:
     def of(scheduler: Scheduler, graph: CGraph, name: str = "a graph") -> Case:
         """The case of a scheduler and a graph that exist: both stay as they are; what is built anew can be split, not run."""
         hand = tuple((key, scheduler.backends[b].name) for key, t in tensors_of(graph).items() if (b := scheduler.by_hand.get(t, -1)) >= 0)
-        return Case(name, _Taken(scheduler, graph), "", 0, assigned=hand, op_offload=scheduler.op_offload,
+        return Case(name, Taken(scheduler, graph), "", 0, assigned=hand, op_offload=scheduler.op_offload,
                     parallel=scheduler.n_copies > 1, quirks=scheduler.quirks)  # fmt: skip
 
     # ---- other cases
@@ -205,7 +206,7 @@ class Case:
             denied, allowed = (tuple(p for p in pairs if p != pair) for pairs in (self.denied, self.allowed))
             return replace(self, denied=(*denied, pair), allowed=allowed) if c.kind == "deny" else replace(
                 self, denied=denied, allowed=(*allowed, pair))  # fmt: skip
-        if c.kind == "batch" and (isinstance(self.recipe, _Taken) or not isinstance(c.value, int) or c.value < 1):
+        if c.kind == "batch" and (isinstance(self.recipe, Taken) or not isinstance(c.value, int) or c.value < 1):
             raise ParameterError(f"a batch of {c.value!r} for {shown(self.name)}", "a number of tokens, 1 or more",
                                  "a graph that was built elsewhere has a batch of its own")  # fmt: skip
         if c.kind == "batch" or c.kind in ("op_offload", "parallel") and isinstance(c.value, bool):
@@ -220,7 +221,7 @@ class Case:
 
         Raises UnsupportedOp or ParameterError for assignments that a scheduler refuses, and ParameterError for unknown names.
         """
-        if isinstance(self.recipe, _Taken):
+        if isinstance(self.recipe, Taken):
             backends, graph = self.recipe.twins(self)
             types = [*self.recipe.buffer_types]
         else:
@@ -276,7 +277,7 @@ def outcome_of(scheduler: Scheduler, graph: CGraph) -> Outcome:
     work = set(computed(graph.nodes))
     nodes = tuple(Placed(i, keys[n], n.desc, name[of.get(n, -1)], causes.get(n, ""), split_of[i], n not in work)
                   for i, n in enumerate(graph.nodes))  # fmt: skip
-    return Outcome(nodes, splits)
+    return Outcome(nodes, splits, tuple((keys[t], name[of.get(t, -1)]) for t in graph.leafs))
 
 
 def tensors_of(graph: CGraph) -> dict[str, Tensor]:
@@ -299,7 +300,7 @@ class _Twin(Backend):
         self.supports_buft, self.offload_op = original.supports_buft, original.offload_op  # type: ignore[method-assign]
 
 
-class _Taken:
+class Taken:
     """In place of a recipe: a copy of the descriptions of a graph, and the backends that are asked about it."""
 
     def __init__(self, scheduler: Scheduler, graph: CGraph) -> None:
@@ -308,6 +309,7 @@ class _Taken:
             self._graph = _copied(graph)
 
     def __call__(self, draft: Draft) -> Tensor:
+        """It is no recipe."""
         raise GraphError("a graph that was built elsewhere", "a case with a recipe")
 
     def twins(self, case: Case) -> tuple[list[Backend], CGraph]:

@@ -21,10 +21,12 @@ from workbench.views.step_drawing import steps_picture
 from workbench.views.steps import expand_steps, memory_steps, plan_steps, record_steps
 from workbench.views.tables import Stack, Table, side_by_side, table
 from workbench.views.timelines import timeline, timeline_table
+from workbench.views.whatif import compare_table, optimum_table, outcome_table, placement_table, why_not_view
 
 __all__ = ["Card", "MemoryMap", "OKABE_ITO", "Picture", "QUANTITY", "Stack", "Style", "Table", "address_steps", "arena_steps",
-           "byte_map", "expand_steps", "graph_data", "graph_picture", "heat_picture", "lane_picture", "layered_picture",
-           "line_picture", "memory_map", "memory_picture", "memory_steps", "memory_table", "new_figure", "picture", "plan_steps",
+           "byte_map", "compare_table", "expand_steps", "graph_data", "graph_picture", "heat_picture", "lane_picture", "layered_picture",
+           "line_picture", "memory_map", "memory_picture", "memory_steps", "memory_table", "new_figure", "optimum_table",
+           "outcome_table", "picture", "placement_table", "plan_steps",
            "raster_picture", "record_steps", "route_steps", "run_steps", "schedule_picture", "schedule_steps", "side_by_side",
            "split_table", "steps_picture", "style", "table", "timeline", "timeline_table", "to_perfetto", "traffic",
-           "traffic_table"]
+           "traffic_table", "why_not_view"]

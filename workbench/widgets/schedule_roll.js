@@ -59,8 +59,8 @@ function roll(trace, pick) {
     cuts.replaceChildren(...s.splits.flatMap(([b, first, inputs], k) => {
       const end = k + 1 < s.splits.length ? s.splits[k + 1][1] : trace.order.length, w = (end - first) * wide, look = backendLook(trace, b);
       const text = [`split ${k} · ${look.name} · inputs: ${inputs.length}`, `split ${k}`, `${k}`].find(t => t.length * 6.6 < w - 4) ?? '';
-      return [svg('path', {d: `M${x(first)} ${top}V${H}`, class: k ? 'wb-border' : 'wb-axis'}),
-        svg('rect', {x: x(first) + 2, y: H - 26, width: Math.max(w - 4, 1), height: 22, fill: look.fill, class: 'wb-piece'}),
+      return [svg('path', {d: `M${x(first)} ${top}V${H}`, class: k ? 'wb-border' : 'wb-axis', 'data-k': k}),
+        svg('rect', {x: x(first) + 2, y: H - 26, width: Math.max(w - 4, 1), height: 22, fill: look.fill, class: 'wb-piece', 'data-k': k}),
         label(x(first) + w / 2, H - 15, text, 12, 'wb-code', {fill: look.ink})];
     }));
   }};
