@@ -15,7 +15,7 @@ import numpy as np
 
 from workbench.kernels.blocks import decode, round_input, rounds_input
 from workbench.kernels.kernel import IndexOutOfRange, Kernel, require_within
-from workbench.kernels.products import WHOLE, blas_layout, decode_room
+from workbench.kernels.products import WHOLE, blas_layout, by_expert, decode_room, id_type
 from workbench.kernels.weights import WeightSource, cells
 
 FEW_PLACES = 64
@@ -71,9 +71,10 @@ class Groups:
         flat, n_used = chosen.reshape(-1), chosen.shape[-1]
         if flat.size and not 0 <= int(flat.min()) <= int(flat.max()) < n_expert:
             raise IndexOutOfRange(2, "expert", chosen, n_expert)
-        self.places = np.argsort(flat, kind="stable")
+        self.places, counts = by_expert(np, flat.astype(id_type(n_expert)), n_expert)
         self.rows = self.places // n_used * n_rows + self.places % n_used % n_rows
-        self.used, self.counts = np.unique(flat, return_counts=True)
+        self.used = np.flatnonzero(counts)
+        self.counts = counts[self.used]
         self.starts = np.cumsum(self.counts) - self.counts
         self.index = xp.asarray(np.stack([self.places, self.rows]))
 

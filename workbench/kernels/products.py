@@ -166,7 +166,7 @@ def mul_mat_id(xp: ModuleType, w: WeightSource, x: Any, ids: Any, *, out: Any, s
     copied = not (blas_layout(x) and x.flags.c_contiguous)
     room, copy, gathered, product, keys = scratch.arrays(
         ((decode_room((1, 1, n, k), w.direct),), "f4"), (x.shape if copied else (0,), "f4"),
-        ((t, k), "f4"), ((t, stop - start), "f4"), ((t * n_used,), "i8"),
+        ((t, k), "f4"), ((t, stop - start), "f4"), ((t * n_used,), id_type(n_expert)),
     )  # fmt: skip
     if copied:
         x = _packed(xp, w, x, copy, False)
@@ -201,7 +201,6 @@ def _groups(xp: ModuleType, ids: Any, n_expert: int, keys: Any, at_most: int) ->
     Raises IndexOutOfRange before anything is computed. A token that names an expert twice may split a group, so that
     none has more rows than there are tokens.
     """
-    n = ids.size
     if at_most == 1:  # one token in a hurry
         few = [(e, (place,)) for place, e in enumerate(ids.tolist()[0])]
         if not 0 <= min(few)[0] <= max(few)[0] < n_expert:
@@ -209,13 +208,24 @@ def _groups(xp: ModuleType, ids: Any, n_expert: int, keys: Any, at_most: int) ->
         return few
     if not 0 <= int(ids.min()) <= int(ids.max()) < n_expert:
         raise IndexOutOfRange(2, "expert", ids, n_expert)
-    xp.copyto(keys.reshape(ids.shape), ids)
-    keys *= n
-    keys += xp.arange(n)  # sorted by expert, then by place
-    keys.sort()
-    borders = xp.searchsorted(keys, xp.arange(n_expert + 1) * n).tolist()
-    keys %= n
-    return ((e, keys[a : min(a + at_most, borders[e + 1])]) for e in range(n_expert) for a in range(borders[e], borders[e + 1], at_most))
+    xp.copyto(keys.reshape(ids.shape), ids, casting="unsafe")
+    places, counts = by_expert(xp, keys, n_expert)
+    ends = xp.cumsum(counts).tolist()
+    starts = [0, *ends[:-1]]
+    return ((e, places[a : min(a + at_most, ends[e])]) for e in range(n_expert) for a in range(starts[e], ends[e], at_most))
+
+
+def id_type(n_expert: int) -> str:
+    """The narrowest type for ids of so many experts: NumPy sorts 16 bits by radix, in as many steps as there are rows."""
+    return "u2" if n_expert <= 2**16 else "i4"
+
+
+def by_expert(xp: ModuleType, ids: Any, n_expert: int) -> tuple[Any, Any]:
+    """Places of `ids` (1-d, of `id_type`) sorted by expert, in order within each; and how many rows each expert has.
+
+    Work and memory grow with rows + experts, not with their product.
+    """
+    return xp.argsort(ids, kind="stable"), xp.bincount(ids, minlength=n_expert)
 
 
 def _rows_of_x(places: Any, n_used: int, n_rows: int) -> Any:
