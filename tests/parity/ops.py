@@ -41,11 +41,9 @@ def main(args: list[str]) -> int:
     except (BadInput, OSError, ValueError, zipfile.BadZipFile) as e:
         return report.bad(e)
     for case in cases:
-        if case["op"] == "backward_mlp":
-            report.skip(case["id"], "gradients come with a later step")
-            continue
+        judge = backward_differences if case["op"] == "backward_mlp" else differences
         try:
-            found = differences(case, arrays, device)
+            found = judge(case, arrays, device)
         except Exception as e:
             found = [f"{type(e).__name__}: {' '.join(str(e).split())}"]
         report.case(case["id"], found)
@@ -120,7 +118,12 @@ def run(node: Tensor, rounding: str, device: str = "cpu") -> np.ndarray:
     """The whole memory of the node's owner after the run, as the recorded array holds it."""
     if node.op != "VIEW":
         node.mark(Flag.OUTPUT)
-    graph = wb.build(node)
+    run_graph(wb.build(node), rounding, device)
+    return memory(node)
+
+
+def run_graph(graph: wb.CGraph, rounding: str, device: str) -> None:
+    """Compute a graph once; what has data is brought to the device."""
     backend = DEVICES[device](activation_rounding=rounding, dequant_cache_bytes=0 if rounding == "ggml" else 2**20)
     if not backend.buffer_type.is_host:
         for root in dict.fromkeys(t.root() for n in graph.nodes for t in (n, *n.sources()) if t.root()._storage is not None):
@@ -128,9 +131,57 @@ def run(node: Tensor, rounding: str, device: str = "cpu") -> np.ndarray:
             buffer.write(0, root.require_data().read(root.offset, root.nbytes))
             root.place(buffer)
     compute(graph, backend)
+
+
+def memory(node: Tensor) -> np.ndarray:
+    """The whole memory of the node's owner, as the recorded array holds it."""
     owner = node.root()
     raw = owner.require_data().read(owner.offset, owner.nbytes)
     return raw.view(owner.dtype.numpy or ("<u2" if owner.dtype is dtype("bf16") else np.uint8))
+
+
+# ---- training
+
+
+def backward_graph(ctx: wb.Context, case: dict[str, Any], arrays: Arrays) -> tuple[wb.CGraph, dict[str, Tensor], int]:
+    """(graph with gradients, its named tensors, nodes before gradients) of a case: a network of two layers and its loss."""
+    t = {s["name"]: source(ctx, s, arrays).named(s["name"]) for s in case["src"]}
+    for name in case["grads"]:
+        t[name].mark(Flag.PARAM)
+    hidden = ops.unary(case["params"]["act"], ops.add(ops.mul_mat(t["w1"], t["x"]), t["b1"]))
+    t["logits"] = ops.add(ops.mul_mat(t["w2"], hidden), t["b2"]).mark(Flag.OUTPUT)
+    t["loss"] = ops.cross_entropy_loss(t["logits"], t["labels"]).mark(Flag.LOSS | Flag.OUTPUT)
+    graph = wb.build(t["loss"])
+    n = len(graph.nodes)
+    graph.build_backward_expand()
+    for seed in graph.grad_accs.values():
+        seed.place(HostStorage(4))
+    graph.reset()
+    for name in case["grads"]:
+        t[f"grad {name}"] = graph.grad(t[name]).mark(Flag.OUTPUT)
+    return graph, t, n
+
+
+def backward_differences(case: dict[str, Any], arrays: Arrays, device: str = "cpu") -> list[str]:
+    """What differs in order, loss, logits and gradients, one line per field."""
+    with wb.Context(2**20, no_alloc=True) as ctx:
+        graph, t, n = backward_graph(ctx, case, arrays)
+        made = [node.op for node in graph.nodes]
+        found = [f"n_forward_nodes: got {n}, recorded {case['n_forward_nodes']}"] if n != case["n_forward_nodes"] else []
+        if made != case["ops"]:
+            i = next((i for i, (a, b) in enumerate(zip(made, case["ops"])) if a != b), min(len(made), len(case["ops"])))
+            found.append(f"ops: got {len(made)} nodes, recorded {len(case['ops'])}, the first difference at {i}: got {made[i : i + 1]}, "
+                         f"recorded {case['ops'][i : i + 1]}")  # fmt: skip
+        run_graph(graph, "none", device)
+        wanted = {"loss": case["dst"], "logits": case["logits"], **{f"grad {k}": v for k, v in case["grads"].items()}}
+        for name, spec in wanted.items():
+            ours, theirs = memory(t[name]), arrays[spec["key"]]
+            if list(t[name].ne) != spec["ne"]:
+                found.append(f"{name} ne: got {list(t[name].ne)}, recorded {spec['ne']}")
+                continue
+            allowed = np.full(theirs.shape, (1e-4 if name.startswith("grad") else 1e-5) * np.abs(theirs).max())
+            found += [f"{name} data: {line}" for line in mismatch(~(np.abs(ours - theirs) <= allowed), ours, theirs, allowed)]
+    return found
 
 
 # ---- comparing

@@ -7,7 +7,7 @@ sources, depth first, and records each tensor after all of its sources: `nodes` 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from workbench.errors import ContextClosed, GraphError, GraphFull, ParameterError, shown
@@ -33,11 +33,12 @@ def hash_size(n: int) -> int:
     return next((p for p in _PRIMES if p >= n), n | 1)
 
 
-def graph_nbytes(size: int) -> int:
-    """Bytes a graph of this capacity takes in a context, without the object's header (`ggml_graph_nbytes`)."""
+def graph_nbytes(size: int, grads: bool = False) -> int:
+    """Bytes a graph of this capacity takes in a context, without the object's header; grads: with the places of gradients and
+    of their accumulators (`ggml_graph_nbytes`)."""
     slots = hash_size(2 * size)  # leafs and nodes share the set
     nbytes = STRUCT_BYTES + 2 * size * POINTER_BYTES + slots * COUNT_BYTES
-    nbytes += -nbytes % POINTER_BYTES + slots * POINTER_BYTES
+    nbytes += -nbytes % POINTER_BYTES + slots * POINTER_BYTES * (3 if grads else 1)
     return nbytes + -(-slots // 32) * BITSET_BYTES
 
 
@@ -53,19 +54,23 @@ class CGraph:
     """Nodes and leafs in the order of computation (`ggml_cgraph`, made by `ggml_new_graph_custom`).
 
     context: the arena that pays for it and whose closing ends it; without one the graph is an object of its own.
-    size: capacity, in nodes and in leafs each. `visited` maps each tensor met to the number of its uses in the graph.
-    `uid`: 0, or a number by which a backend recognises the same graph again.
+    size: capacity, in nodes and in leafs each. grads: take room for gradients at once, not when they are first built.
+    `visited` maps each tensor met to the number of its uses in the graph. `grads` and `grad_accs` map tensors to their gradients and to
+    what those are added to. `uid`: 0, or a number by which a backend recognises the same graph again.
     """
 
-    def __init__(self, context: Context | None = None, size: int = DEFAULT_SIZE, name: str = "") -> None:
+    def __init__(self, context: Context | None = None, size: int = DEFAULT_SIZE, name: str = "", grads: bool = False) -> None:
         if not isinstance(size, int) or isinstance(size, bool) or size < 0:
             raise ParameterError(f"a graph of size {size!r}", "a whole number of nodes, zero or more")
         if context is not None:
-            context.reserve("graph", graph_nbytes(size), name)
+            context.reserve("graph", graph_nbytes(size, grads), name)
         self.context, self.size, self.name, self.uid = context, size, name, 0
         self.nodes: list[Tensor] = []
         self.leafs: list[Tensor] = []
         self.visited: dict[Tensor, int] = {}
+        self.grads: dict[Tensor, Tensor] = {}
+        self.grad_accs: dict[Tensor, Tensor] = {}
+        self._has_room = grads
         self._users: dict[Tensor, list[Tensor]] = {}
         self._users_of = 0  # nodes that `_users` has seen
 
@@ -176,6 +181,7 @@ class CGraph:
         """Forget all nodes and leafs; the tensors stay as they are (`ggml_graph_clear`)."""
         self.require_open()
         self.nodes, self.leafs, self.visited = [], [], {}
+        self.grads, self.grad_accs = {}, {}
         self._users, self._users_of = {}, 0
 
     def add_node(self, tensor: Tensor) -> None:
@@ -199,9 +205,38 @@ class CGraph:
         size = self.size if size is None else size
         if size < max(len(self.nodes), len(self.leafs)):
             raise GraphFull(f"a copy of size {size:,}", f"room for {len(self.nodes):,} nodes and {len(self.leafs):,} leafs")
-        twin = CGraph(context, size, self.name)
+        twin = CGraph(context, size, self.name, bool(self.grads))
         twin.nodes, twin.leafs, twin.visited = [*self.nodes], [*self.leafs], {**self.visited}
+        twin.grads, twin.grad_accs = {**self.grads}, {**self.grad_accs}
         return twin
+
+    # ---- gradients
+
+    def build_backward_expand(self, grad_accs: Mapping[Tensor, Tensor] | None = None, context: Context | None = None) -> CGraph:
+        """Add the nodes that compute gradients; see `gradients.build_backward_expand` (`ggml_build_backward_expand`)."""
+        from workbench.cgraph.gradients import build_backward_expand
+
+        return build_backward_expand(self, grad_accs, context)
+
+    def grad(self, tensor: Tensor) -> Tensor | None:
+        """The gradient of the loss with respect to `tensor`, or None (`ggml_graph_get_grad`)."""
+        return self.grads.get(tensor)
+
+    def grad_acc(self, tensor: Tensor) -> Tensor | None:
+        """What the gradient of `tensor` is added to at each run, or None (`ggml_graph_get_grad_acc`)."""
+        return self.grad_accs.get(tensor)
+
+    def reset(self) -> None:
+        """Make the graph ready for the first step of training; see `gradients.reset` (`ggml_graph_reset`)."""
+        from workbench.cgraph.gradients import reset
+
+        reset(self)
+
+    def room_for_gradients(self) -> None:
+        """Take room in the context for gradients, once."""
+        if self.context is not None and not self._has_room:
+            self.context.reserve("gradients", graph_nbytes(self.size, True) - graph_nbytes(self.size), self.name)
+        self._has_room = True
 
     # ---- asking
 

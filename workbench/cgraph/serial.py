@@ -42,9 +42,13 @@ _MADE: dict[str, Callable[..., Tensor]] = {  # rows whose constructor is not sim
     "CPY": lambda r, a, b: ops.cpy(a, b) if "view" in r else ops.cast(a, r["type"]),
     "CONT": lambda r, a: ops.cont(a, *r["ne"]),
     "REPEAT": lambda r, a: ops.repeat(a, r["ne"]),
+    "REPEAT_BACK": lambda r, a: ops.repeat_back(a, r["ne"]),
+    "GET_ROWS_BACK": lambda r, grad, rows: ops.get_rows_back(grad, rows, r["ne"]),
+    **{op: lambda r, a, b, op=op, **p: getattr(ops, f"{op.lower()}_inplace" if "view" in r else op.lower())(a, b, **p)
+       for op in ("ADD", "SUB", "ACC")},
     "RESHAPE": lambda r, a: ops.reshape(a, *r["ne"]),
     "PERMUTE": lambda r, a, axes: ops.permute(a, *axes),
-}
+}  # fmt: skip
 
 
 # ---- writing

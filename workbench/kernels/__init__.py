@@ -1,5 +1,6 @@
 """Kernels: the arithmetic of each op, beside its slow definition. Importing this room fills the columns of the op table."""
 
+import workbench.cgraph.gradients  # noqa: F401 - fills the column of gradients
 from workbench.kernels import (
     backward,
     blocks,

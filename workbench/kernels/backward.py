@@ -21,6 +21,8 @@ from workbench.tensors.tensor import Tensor
 def acc(xp: ModuleType, a: Any, b: Any, *, out: Any, nb: tuple[int, ...], offset: int) -> None:
     """a, then b added to the part of it at `offset` with strides `nb`."""
     out[...] = a
+    if not b.size:
+        return
     part = xp.lib.stride_tricks.as_strided(out.reshape(-1)[offset // 4 :], b.shape, (*nb[::-1], 4))
     xp.add(part, b, part)
 

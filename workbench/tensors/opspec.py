@@ -38,7 +38,7 @@ class OpSpec:
     in_place: the result may take over the memory of a source of the same layout (`ggml_op_can_inplace`).
     is_view: no arithmetic, only another description of the same bytes.
     flops / moved: floating-point operations and bytes of one node.
-    kernel: `kernels.Kernel`; reference: `fn(node, sources) -> array`, the slow definition; backward: gradients.
+    kernel: `kernels.Kernel`; reference: `fn(node, sources) -> array`, the slow definition; backward: `cgraph.gradients.Gradient`.
     without: for each empty column the reason why it stays empty.
     """
 
@@ -51,11 +51,9 @@ class OpSpec:
     moved: Cost = bytes_touched
     kernel: Any = None
     reference: Callable[..., Any] | None = None
-    backward: Callable[..., Any] | None = None
+    backward: Any = None
     without: dict[str, str] = field(default_factory=dict)
 
-
-GRADIENTS_LATER = "comes with gradients"
 
 OPS: dict[str, OpSpec] = {}
 """Every op by its telling name."""
@@ -65,5 +63,4 @@ def op(name: str, summary: str, *, of: str = "", **columns: Any) -> OpSpec:
     """Add a row to the table and return it. `of` is ggml's op where it is shared: `op("SILU", …, of="UNARY")`."""
     assert name not in OPS, f"two rows for {name}"
     OPS[name] = OpSpec(name, of or name, summary, **columns)
-    OPS[name].without.setdefault("backward", GRADIENTS_LATER)
     return OPS[name]

@@ -320,6 +320,8 @@ class Tensor:
         """
         if flag & Flag.PARAM and self.op != "NONE":
             raise ShapeError(f"{self.label} is computed by {self.op}", "a tensor without op as parameter")
+        if flag & Flag.LOSS and self.n_elements != 1:
+            raise ShapeError(f"{self.label} with ne={self.ne} as loss", "one number", "ops.sum, or ops.mean of one row, makes one")
         self.flags |= flag
         if self.view_src is not None:
             self.view_src.flags |= flag & Flag.OUTPUT

@@ -72,7 +72,7 @@ def _part_of(a: Tensor, b: Tensor, nb: tuple[int, ...], offset: int) -> dict[str
         raise ShapeError(f"ACC: b.ne={b.ne} at nb={nb}, offset={offset} reaches byte {reach:,}", f"the {a.nbytes:,} bytes of {a.label}")
     end = 4
     for n, step in sorted(zip(b.ne, (4, *nb), strict=True), key=lambda pair: pair[1]):
-        if n > 1 and step < end:
+        if n > 1 and step < end and b.n_elements:
             raise ShapeError(f"ACC: b.ne={b.ne} at nb={nb}: its elements share places of {a.label}", "a place for each",
                              "ops.cont of the tensor that is viewed, or ops.repeat instead of a view without distance")  # fmt: skip
         end += (n - 1) * step
