@@ -1,262 +1,285 @@
-"""The state that the lessons on devices and on the scheduler's passes start from. Public names only."""
+"""The state that the lessons on the first two passes start from. Public names only."""
 
 from __future__ import annotations
 
-import bisect
-import itertools
-from collections.abc import Callable, Sequence
-from functools import partial
-from time import perf_counter_ns
+import dataclasses
+from collections import deque
+from collections.abc import Callable, Iterator
+from functools import cache, cached_property, partial
+from itertools import count, islice
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from workbench.cgraph import CGraph, build
-from workbench.devices import Backend, BufferType, CudaBackend, cuda
-from workbench.devices.backend import HOST_HANDED_IN
-from workbench.devices.planned import planned_file, planned_machine
-from workbench.devices.simulated import SimulatedDevice, simulated_machine
-from workbench.lessons.schedule_cases import CASES
-from workbench.scheduler import Assignment, Scheduler
-from workbench.tensors import Context, Flag, Tensor, Usage, ops
+from workbench import models
+from workbench.cgraph import CGraph
+from workbench.devices.backend import buffer_type_of
+from workbench.devices.simulated import simulated_machine
+from workbench.lessons.recorded_cases import RECORDED, ggml
+from workbench.lessons.schedule_cases import CASES, random_case
+from workbench.scheduler import STAGES, Assignment, Scheduler
+from workbench.scheduler.passes import assign_by_memory, computed, is_weight, passes
+from workbench.scheduler.whatif import Case, Draft
+from workbench.tensors import Flag, Tensor, Usage, ops
 from workbench.trace import Trace
 from workbench.views.run_data import run_data
+from workbench.views.schedule_steps import RULES
+from workbench.views.tables import Table, table
+from workbench.widgets import ScheduleStepper, step_schedule
 
-# ---- lesson 07: devices and their memory
-
-
-class Layer(NamedTuple):
-    """A product whose weights have to be brought over: bytes in host memory, the weight on the card, the graph, its result."""
-
-    data: np.ndarray
-    weight: Tensor
-    graph: CGraph
-    out: Tensor
+Walk = tuple[str, list[str], dict[str, int], Callable[[int, str], bool], int, list[tuple[str, int]]]
+"""A sweep: its stage, the nodes in its order, what is decided before, who supports whom, the CPU's number, and its real decisions."""
 
 
-class Lesson07:
-    """Backends and buffers: simulated machines by name, tensors placed in them, layers that share slots of a card."""
+class Asked:
+    """The questions of lesson 07, put to the backends of one scheduler. cpu: the number of the last backend; given: by hand."""
 
-    def machine(self, names: str = "rtx3090-pcie4", **settings: Any) -> list[SimulatedDevice]:
-        """The devices of a machine of presets, the CPU last; `[0].machine.now` is its clock in nanoseconds."""
-        return simulated_machine(names, **settings)
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._a = Assignment(scheduler.backends, scheduler.buffer_types, scheduler.op_offload)
+        self.cpu, self.given = self._a.last, dict(scheduler.by_hand)
 
-    def placed(self, kind: BufferType, *ne: int, name: str = "x", dtype: str = "f32", usage: Usage = Usage.ANY,
-               data: np.ndarray | None = None) -> Tensor:  # fmt: skip
-        """A tensor in a fresh buffer of this type; nothing is written unless there is `data`."""
-        t = Context(2**10, no_alloc=True, name="here").new_tensor(dtype, *ne, name=name)
-        t.place(kind.alloc_buffer(kind.alloc_size(t), usage))
-        return t if data is None else t.set(data)
+    def is_weight(self, t: Tensor | None) -> bool:
+        """Whether a source is there, and lies in a buffer of weights."""
+        return t is not None and is_weight(t)
 
-    def elapsed(self, device: SimulatedDevice, call: Callable[[], Any]) -> int:
-        """Nanoseconds of virtual time that a call takes the host."""
-        start = device.machine.now
-        call()
-        return device.machine.now - start
+    def reader(self, owner: Tensor, node: Tensor) -> int:
+        """The first backend that works on the memory of `owner` and supports `node`; -1 for none."""
+        return self._a.by_memory(owner, node)
 
-    def copy_ns(self, names: str, nbytes: int, pieces: int = 1, pinned: bool = True) -> int:
-        """Virtual time for `nbytes` to a card in so many blocking copies, out of pinned or of ordinary memory."""
-        card, cpu = self.machine(names)
-        size = nbytes // pieces
-        t = self.placed(card.buffer_type, size, dtype="i8")
-        data = (cpu.buffer_type if pinned else HOST_HANDED_IN).alloc_buffer(size).host_bytes().view(np.int8)
-        return self.elapsed(card, lambda: [t.set(data) for _ in range(pieces)])
+    def offers(self, node: Tensor) -> int:
+        """The first backend before the CPU that supports `node` and offers to compute it, wherever its weight lies; -1 for none."""
+        a = self._a
+        able = (b for b in range(a.last) if a.op_offload and a.supports(b, node) and a.backends[b].offload_op(node))
+        return next(able, -1)
 
-    def measured_copies(self) -> list[tuple[str, list[int], list[float]]]:
-        """Measured here: (way, bytes, µs of the best copy) within host memory, and to a real card where there is one."""
-        sizes, out = [2**12, 2**18, 2**20, 2**25], []
-        source, target = np.ones(sizes[-1], np.uint8), np.zeros(sizes[-1], np.uint8)
-        ways: dict[str, Callable[[int], Any]] = {"memory to memory": lambda n: np.copyto(target[:n], source[:n])}
-        if not cuda.why_not():
-            card = CudaBackend()
-            places = {n: self.placed(card.buffer_type, n, dtype="i8") for n in sizes}
-            ways["host to card"] = lambda n: places[n].set(source[:n].view(np.int8))
-        for name, copy in ways.items():
-            times = [min(_elapsed(partial(copy, n)) for _ in range(max(5, min(200, 2**26 // n)))) for n in sizes]
-            out.append((name, sizes, times))
+
+class Questions(NamedTuple):
+    """An exercise, decision by decision: what to call the learner's function with, what the real passes say, a name for each."""
+
+    on: list[tuple[Any, ...]]
+    expected: list[Any]
+    steps: list[str]
+
+
+def kinds_of_sources(d: Draft) -> list[Tensor]:
+    """What may and may not draw a node to its memory: all on the GPU."""
+    n = 64
+    x, w = d.input("x", n, d.batch), d.weight("W", n, n, on="GPU")
+    cache = d.weight("cache", n, n, on="GPU")
+    assert cache.storage is not None
+    cache.storage.usage = Usage.ANY
+    half = ops.view(w, n, n // 2, nb=(w.nb[1],)).named("half of W")
+    turned = ops.rope(ops.reshape(x, 16, 4, d.batch).named("x (heads)"), d.input("pos", d.batch, kind="i32"), 16,
+                      freq_factors=d.weight("factors", 8, on="GPU"))  # fmt: skip
+    return [ops.mul_mat(w, x).named("product"), ops.add(x, d.weight("b", n, on="GPU")).named("bias"),
+            ops.mul(x, d.weight("g", n, on="GPU")).named("norm scale"), ops.mul_mat(cache, x).named("over the cache"),
+            ops.mul_mat(half, x).named("with a view"), turned.named("rope")]  # fmt: skip
+
+
+class PassLesson:
+    """What the lessons on the passes share: small cases by name, what is decided up to a stage, practice drawn from a seed."""
+
+    def case(self, name: str) -> Case:
+        """A small case: of `schedule_cases`, or one that real ggml was recorded on."""
+        return RECORDED[name] if name in RECORDED else CASES[name]
+
+    def practice(self, seed: int, devices: int = 1, chain: bool = True) -> Case:
+        """A graph of eight steps that nobody prepared: the `seed`-th of those that leave pass 1 three nodes open, and use two backends."""
+        drawn = (random_case(i, chain=chain, devices=devices) for i in count())
+        return next(islice(filter(self._is_worthwhile, drawn), seed, None))
+
+    def _is_worthwhile(self, case: Case) -> bool:
+        names = self.names(case, "pass1")
+        return names.count("?") >= 3 and len({*names}) >= 3
+
+    def decided(self, case: Case, stage: str) -> list[tuple[str, str, str]]:
+        """The decisions of a stage ("pass2": of all its sweeps), in order: (tensor, backend or "?", cause)."""
+        scheduler, graph = case.scheduler_and_graph()
+        names = [*(b.name for b in scheduler.backends), "?"]
+        return [(d[1].name, names[d[2]], d[3]) for d in scheduler.decisions(graph) if d[0].startswith(stage)]
+
+    def after(self, case: Case, stage: str) -> dict[str, tuple[str, str]]:
+        """Each tensor's backend and cause when this stage is done, in order; ("?", "") where nothing is decided."""
+        scheduler, graph = case.scheduler_and_graph()
+        names = [*(b.name for b in scheduler.backends), "?"]
+        out = {t.name: ("?", "") for t in (*graph.leafs, *graph.nodes)} | {t.name: (names[b], "usr") for t, b in scheduler.by_hand.items()}
+        last = STAGES.index(stage)
+        for d in scheduler.decisions(graph):
+            if d[0] in STAGES and STAGES.index(d[0]) <= last:
+                out[d[1].name] = names[d[2]], d[3]
         return out
 
-    def no_card(self) -> str:
-        """Why only host memory was measured; empty where there is a card."""
-        why = cuda.why_not()
-        return f"Skipped, the link to a card: {why}." if why else ""
+    def typed(self, *answers: Any) -> list[Any]:
+        """Backends as a learner types them, word by word; [...] where one is missing."""
+        return [...] if ... in answers else [word for answer in answers for word in str(answer).split()]
 
-    # ---- layers whose weights come over one by one
+    def computing(self, case: Case) -> list[Tensor]:
+        """The nodes that compute something, in order: views are none."""
+        return computed(case.scheduler_and_graph()[1].nodes)
 
-    def layers(self, devices: Sequence[Backend], shapes: Sequence[tuple[int, int, int]], n_slots: int) -> list[Layer]:
-        """Products [k, n] by [k, tokens] on the card `devices[0]`; weight i lies in slot i % n_slots, its bytes in pinned memory."""
-        card, host = devices[0].buffer_type, devices[-1].buffer_type
-        slots = [card.alloc_buffer(4 * max(k * n for k, n, _ in shapes), Usage.WEIGHTS) for _ in range(n_slots)]
-        rng, made = np.random.default_rng(7), []
-        for i, (k, n, tokens) in enumerate(shapes):
-            context = Context(2**12, no_alloc=True, name=f"layer {i}")
-            weight, x = context.new_tensor("f32", k, n, name=f"w{i}"), context.new_tensor("f32", k, tokens, name="x")
-            with context.active():
-                out = ops.mul_mat(weight, x).named(f"layer {i}")
-            weight.place(slots[i % n_slots])
-            for t in (x, out):
-                t.place(card.alloc_buffer(t.nbytes))
-            x.set(rng.standard_normal((tokens, k), np.float32))
-            data = host.alloc_buffer(weight.nbytes).host_bytes()
-            data[:] = rng.standard_normal(k * n, np.float32).view(np.uint8)
-            made.append(Layer(data, weight, build(out), out))
-        return made
+    def nodes(self, case: Case) -> list[str]:
+        """Their names."""
+        return [t.name for t in self.computing(case)]
 
-    def stream(self, card: SimulatedDevice, layers: Sequence[Layer], n_slots: int, ahead: bool = True, wait: bool = True) -> int:
-        """Bring each weight over and compute with it; returns the virtual nanoseconds that took.
+    def names(self, case: Case, stage: str) -> list[str]:
+        """The backend of each of those nodes when this stage is done, "?" for none."""
+        after = self.after(case, stage)
+        return [after[name][0] for name in self.nodes(case)]
 
-        ahead: copy on the copy stream, beside what is computed; wait: only when the slot's last reader is done.
-        """
-        card.machine.spend(max(card.free_at - card.machine.now, 0))
-        start, free = card.machine.now, dict[int, Any]()
-        for i, layer in enumerate(layers):
-            if ahead:
-                card.wait_event(card.prefetch(layer.weight, layer.data, after=free.get(i % n_slots) if wait else None))
-            else:
-                card.set_async(layer.weight, layer.data)
-            card.compute_async(layer.graph)
-            free[i % n_slots] = event = card.new_event(f"layer {i} done")
-            assert event is not None
-            event.record()
-        end = card.free_at
-        card.synchronize()
-        return end - start
+    def sheet(self, case: Case, *stages: str, caption: str = "") -> Table:
+        """All that one needs for a prediction: nodes in order, what they read and in whose memory that lies, who cannot compute them; and
+        what is decided after some stages."""
+        scheduler, graph = case.scheduler_and_graph()
+        backends = scheduler.backends
+        after = [self.after(case, s) for s in stages]
 
-    def right(self, layers: Sequence[Layer]) -> list[bool]:
-        """Whether each result is what NumPy makes of the same numbers."""
-        verdicts = []
-        for layer in layers:
-            w, x = layer.weight, layer.out.src[1]
-            assert x is not None
-            want = x.numpy() @ layer.data.view(np.float32).reshape(w.ne[1], w.ne[0]).T
-            verdicts.append(bool(np.allclose(layer.out.numpy(), want, atol=1e-3)))
-        return verdicts
+        def reads(s: Tensor) -> str:
+            if s.storage is None:
+                return f"{s.name} (input)" if s.flags & Flag.INPUT else s.name
+            kind = buffer_type_of(s.storage)
+            return f"{s.name} [{', '.join(b.name for b in backends if b.supports_buft(kind))}]"
 
-    def costs(self, card: SimulatedDevice, layers: Sequence[Layer]) -> tuple[list[int], list[int]]:
-        """Nanoseconds of each layer's copy and of its computation, by the formulas of the cost model."""
-        return ([card.speed.transfer_ns(layer.data.nbytes) for layer in layers],
-                [card.speed.compute_ns(layer.out) for layer in layers])  # fmt: skip
+        rows = [(t.name, t.desc, ", ".join(map(reads, t.sources())), " ".join(b.name for b in backends if not b.supports_op(t)),
+                 *(" ".join(done[t.name]) for done in after)) for t in graph.nodes]  # fmt: skip
+        told = f"Backends: {', '.join(b.name for b in backends)}. In brackets: who works on the memory of a weight. {case.batch} tokens."
+        return table(["node", "op", "reads", "cannot", *(f"after {RULES[s][0]}" for s in stages)], rows, caption or told)
 
-    def spans(self, trace: Trace, ns: int) -> tuple[list[tuple[int, float, float, str]], list[str]]:
-        """What streams were busy with in the last `ns` of a trace, in µs, as `views.lane_picture` takes it; and their names."""
-        busy = [(trace.described(e), e) for e in trace.of("busy")]
-        start = max(e.end for _, e in busy) - ns
-        names = sorted({str(d["stream"]) for d, _ in busy})
-        return ([(names.index(str(d["stream"])), (e.start - start) / 1000, (e.end - start) / 1000, str(d["name"]))
-                 for d, e in busy if e.start >= start], names)  # fmt: skip
+    def stepper(self, case: Case, *stages: str, other: Case | None = None, **options: Any) -> ScheduleStepper:
+        """A stepper over these stages of a case, or of two."""
+        scheduler, graph = case.scheduler_and_graph()
+        options.setdefault("title", case.name)
+        beside = other.scheduler_and_graph() if other is not None else None
+        return step_schedule(scheduler, graph, stages=stages or None, other=beside, **options)
 
-    def streams(self) -> tuple[list[tuple[list[int], list[int], int]], list[int], list[str]]:
-        """For the exercise: (copies, layers, slots) of runs on a simulated laptop, the nanoseconds they took, and their names."""
-        on, expected, names = [], [], []
-        kinds = {"layers longer": [(128, 128, 2048)] * 5, "copies longer": [(256, 256, 256)] * 5,
-                 "mixed": [(256, 256, 512), (128, 256, 2048), (256, 256, 64), (64, 256, 2048), (256, 128, 1024)]}  # fmt: skip
-        for (name, shapes), slots in itertools.product(kinds.items(), (1, 2, 3)):
-            devices = self.machine("laptop")
-            layers = self.layers(devices, shapes, slots)
-            expected.append(self.stream(devices[0], layers, slots))
-            assert all(self.right(layers))
-            on.append((*self.costs(devices[0], layers), slots))
-            names.append(f"{name}, {slots} slot{'s' * (slots > 1)}")
-        return on, expected, names
+    def beside_ggml(self, *stages: str) -> list[tuple[str, int, int]]:
+        """For each recorded case: how many assignments real ggml was recorded with after these stages, and how many of ours agree."""
+        out = []
+        for name, case in RECORDED.items():
+            number = {b.name: i for i, b in enumerate(case.scheduler_and_graph()[0].backends)} | {"?": -1}
+            pairs = [(number[self.after(case, s)[t][0]], b) for s in stages for t, b in ggml()[name]["stages"][s].items()]
+            out.append((name, len(pairs), sum(a == b for a, b in pairs)))
+        return out
 
-    # ---- the questions
+    @cached_property
+    def mixtral(self) -> models.Model:
+        """The tiny Mixtral of lesson 00."""
+        return models.load("tiny-mixtral-f16")
 
-    def bias(self, usage: Usage) -> tuple[Scheduler, CGraph]:
-        """y = w x + b over a card and its host: w on the card, b on the host in a buffer of this usage."""
-        card, cpu = self.machine()
-        w = self.placed(card.buffer_type, 64, 64, name="w", usage=Usage.WEIGHTS)
-        b = self.placed(cpu.buffer_type, 64, name="b", usage=usage)
-        with Context(2**12, no_alloc=True, name="bias").active() as context:
-            x = context.new_tensor("f32", 64, 4, name="x").mark(Flag.INPUT)
-            y = ops.add(ops.mul_mat(w, x).named("wx"), b).named("y").mark(Flag.OUTPUT)
-        return Scheduler([card, cpu]), build(y)
+    def model_case(self, n_tokens: int = 1, experts: str = "CPU", gpus: int = 1, **settings: Any) -> Case:
+        """One step of the tiny Mixtral over GPUs and a CPU, its experts on the device that is named; "": with their layer."""
+        devices = simulated_machine(gpus)
+        placed = models.place_weights(self.mixtral, devices, overrides={"_exps": experts} if experts else {})
+        step = models.build_step(placed, models.KVCache(placed.hparams, 256, placed.layer_types), n_tokens, 256, 1)
+        return Case.of(Scheduler(devices, **settings), step.graph, f"tiny-mixtral, {n_tokens} tokens at once")
 
-    def placement(self, usage: Usage) -> dict[str, str]:
-        """The backend of each node of `bias`."""
-        scheduler, graph = self.bias(usage)
-        scheduler.split(graph)
-        return {t.name: scheduler.backend_of(t).name for t in graph.nodes}
-
-    def sample_nodes(self, kind: BufferType) -> dict[str, Tensor]:
-        """Nodes of a model by what they do, with weights in memory of this type."""
-        n = 64
-        w16, w, experts = (self.placed(kind, *ne, name="w", dtype=t, usage=Usage.WEIGHTS) for t, ne in
-                           (("f16", (n, n)), ("f32", (n, n)), ("f16", (n, n, 8))))  # fmt: skip
-        with Context(2**14, no_alloc=True, name="samples").active() as context:
-            x, few = context.new_tensor("f32", n, 64), context.new_tensor("f32", n, 4)
-            ids, rows = context.new_tensor("i32", 2, 64), context.new_tensor("i32", 64)
-            return {
-                "product, 64 tokens": ops.mul_mat(w16, x), "product, 4 tokens": ops.mul_mat(w16, few),
-                "expert product, 64 tokens": ops.mul_mat_id(experts, ops.reshape(x, n, 1, 64), ids),
-                "look-up of 64 rows": ops.get_rows(w, rows), "softmax": ops.soft_max(x), "sum": ops.add(x, x),
-            }  # fmt: skip
-
-    def who(self, names: str, tokens: int) -> str:
-        """The backend that a scheduler over this machine gives a product to whose weight lies in host memory."""
-        devices = self.machine(names)
-        graph = self.product(devices[-1].buffer_type, tokens, 64, 64)
-        scheduler = Scheduler(devices)
-        scheduler.split(graph)
-        return scheduler.backend_of(graph.nodes[0]).name
-
-    def memory_questions(self) -> tuple[list[tuple[Any, ...]], list[int], list[str]]:
-        """For the exercise: (backends, buffer type, node), what a scheduler without offloading answers, and names."""
-        on, expected, names = [], [], []
-        for machine in ("blas,cpu", "rtx3090-pcie4,blas,cpu", "two-rtx3090,cpu"):
-            devices = self.machine(machine, deny_ops=["MUL_MAT_ID"])
-            a = Assignment(devices, [d.buffer_type for d in devices])
-            for kind in (*dict.fromkeys(d.buffer_type for d in devices), HOST_HANDED_IN):
-                for what, node in self.sample_nodes(kind).items():
-                    if node.src[0] is not None and node.src[0].storage is not None:
-                        on.append((devices, kind, node))
-                        expected.append(a.by_memory(node.src[0], node))
-                        names.append(f"{what}, weight in {kind.name}, {', '.join(d.name for d in devices)}")
-        return on, expected, names
-
-    def product(self, kind: BufferType, tokens: int, k: int = 4096, n: int = 14336) -> CGraph:
-        """A product of an f16 weight [k, n] in memory of this type with an input of so many tokens; nobody writes the weight."""
-        w = self.placed(kind, k, n, name="w", dtype="f16", usage=Usage.WEIGHTS)
-        with Context(2**12, no_alloc=True, name="product").active() as context:
-            x = context.new_tensor("f32", k, tokens, name="x").mark(Flag.INPUT)
-            return build(ops.mul_mat(w, x).named("y").mark(Flag.OUTPUT))
-
-    def offload_us(self, tokens: int, on_card: bool, pinned: bool = True) -> float:
-        """Virtual microseconds of a product of Llama 3 8B whose weight lies on the host: by the CPU, or by the card, which has to
-        fetch it. Planned: copies, waits and launches of the real runtime, on devices whose memory has no bytes."""
-        card, cpu = planned_machine("rtx3090-pcie4", offload_min_batch=1 if on_card else None)
-        k, n = 4096, 14336
-        graph = self.product(cpu.buffer_type, tokens, k, n)
-        w = graph.nodes[0].src[0]
-        assert w is not None
-        if not pinned:
-            w.place(planned_file(w.nbytes, "of weights"))
-        scheduler = Scheduler([card, cpu])
-        scheduler.alloc(graph)
-        ns = self.elapsed(card, lambda: scheduler.compute(graph))
-        assert scheduler.splits[0].backend == (0 if on_card else 1)
-        return ns / 1000
-
-    def break_even(self, pinned: bool) -> int:
-        """The first number of tokens for which fetching the weight takes less time than computing on the host."""
-        return bisect.bisect_left(range(1, 1000), True, key=lambda n: self.offload_us(n, True, pinned) < self.offload_us(n, False)) + 1
-
-    # ---- the running program of lessons 07 to 12
-
-    def chain_run(self) -> Trace:
-        """The calls of a run of A B C | D | E F."""
-        trace, case = Trace("virtual"), CASES["A B C | D | E F"]
+    def executed(self, case: Case) -> list[tuple[str, str, int]]:
+        """What a real run of a case copies: (tensor, kind, bytes)."""
+        trace = Trace("virtual")
         scheduler, graph = case.scheduler_and_graph(trace)
         scheduler.alloc(graph)
         case.write_inputs(graph)
         scheduler.compute(graph)
-        return trace
-
-    def chain_copies(self, trace: Trace) -> list[tuple[str, str, str, int]]:
-        """What such a run copied: (tensor, from, to, bytes)."""
-        return [(m.name, m.source, m.target, m.bytes) for m in run_data(trace).moves]
+        return [(m.name, m.kind, m.bytes) for m in run_data(trace).moves]
 
 
-def _elapsed(call: Callable[[], Any]) -> float:
-    start = perf_counter_ns()
-    call()
-    return (perf_counter_ns() - start) / 1000
+class Lesson08(PassLesson):
+    """Pass 1: who is decided by memory, by being an input, by a weight."""
+
+    sources = Case("kinds of sources", kinds_of_sources)
+    without_rope = Case("kinds of sources, no rope", lambda d: kinds_of_sources(d)[:-1])
+    unseen = ("a copy used twice", "views", "MLP with BLAS")
+    is_weight = staticmethod(lambda t: t is not None and is_weight(t))
+
+    def quiet(self, seed: int) -> Case:
+        """A practice graph in which nobody makes an offer."""
+        return dataclasses.replace(self.practice(seed), op_offload=False)
+
+    def stuck(self) -> tuple[Scheduler, CGraph]:
+        """The chain, with the result of D already placed on the GPU, which cannot compute D."""
+        scheduler, graph = self.case("A B C | D | E F").scheduler_and_graph()
+        d, kind = graph.nodes[3], scheduler.buffer_types[0]
+        d.place(kind.alloc_buffer(d.nbytes))
+        return scheduler, graph
+
+    def rules(self, *cases: Case) -> Questions:
+        """What pass 1 says about each tensor, in its order: (backend, cause), or "open"."""
+        on, expected, steps = [], [], []
+        for case in cases:
+            scheduler, graph = case.scheduler_and_graph()
+            a = Assignment(scheduler.backends, scheduler.buffer_types, scheduler.op_offload)
+            for t, b in scheduler.by_hand.items():
+                a.decide("usr", t, b, "usr")
+            made = {t: (b, cause) for _, t, b, cause in assign_by_memory(a, graph)} | {t: (b, "usr") for t, b in scheduler.by_hand.items()}
+            asked = Asked(scheduler)
+            for t in (*graph.leafs, *graph.nodes):
+                on.append((t, asked))
+                expected.append(made.get(t, "open"))
+                steps.append(f"{case.name}: {t.name} = {t.desc}({', '.join(s.name for s in t.sources())})")
+        return Questions(on, expected, steps)
+
+
+class Lesson09(PassLesson):
+    """Pass 2: what the four sweeps spread, and what they leave."""
+
+    SWEEPS = ("pass2_gpu_down", "pass2_gpu_up", "pass2_rest_down", "pass2_rest_up")
+
+    def _walks(self, case: Case) -> Iterator[Walk]:
+        """The four sweeps of a case."""
+        scheduler, graph = case.scheduler_and_graph()
+        a = Assignment(scheduler.backends, scheduler.buffer_types, scheduler.op_offload)
+        for t, b in scheduler.by_hand.items():
+            a.decide("usr", t, b, "usr")
+        nodes = computed(graph.nodes)
+        by_name = {t.name: t for t in nodes}
+
+        def supports(b: int, name: str) -> bool:
+            return a.supports(b, by_name[name])
+
+        for stage, decisions in passes(a, graph):
+            if stage in self.SWEEPS:
+                before = {t.name: a.of.get(t, -1) for t in nodes}
+                walk = [t.name for t in (nodes if stage.endswith("down") else nodes[::-1])]
+                yield stage, walk, before, supports, a.last, [(t.name, b) for _, t, b, _ in decisions]
+            else:
+                deque(decisions, maxlen=0)
+
+    def sweeps(self, function: Callable[..., Any], *cases: Case) -> tuple[Callable[[str, int], Any], Questions]:
+        """A learner's `sweep(nodes, of, supports, skip)` beside the real ones, decision by decision: a function that gives the i-th of
+        one sweep, and the questions to it."""
+        made: dict[str, Callable[[], list[Any]]] = {}
+        questions = Questions([], [], [])
+        for case in cases:
+            for stage, walk, before, supports, last, real in self._walks(case):
+                name = f"{case.name}, {RULES[stage][0]}"
+                skip = last if "gpu" in stage else None
+                made[name] = cache(partial(lambda *args: list(function(*args)), walk, before, supports, skip))
+                for i, decision in enumerate([*real, "no more"]):
+                    questions.on.append((name, i))
+                    questions.expected.append(decision)
+                    questions.steps.append(f"{name}: decision {i + 1}")
+
+        def nth(name: str, i: int) -> Any:
+            decisions = made[name]()
+            return tuple(decisions[i]) if i < len(decisions) else "no more"
+
+        return nth, questions
+
+    def pass2(self, *cases: Case) -> Questions:
+        """All four sweeps at once: (names, backends before, supports, number of the CPU), and the backends afterwards, in order."""
+        questions = Questions([], [], [])
+        for case in cases:
+            walks = [*self._walks(case)]
+            _, nodes, before, supports, last, _ = walks[0]
+            after = before | {name: b for *_, real in walks for name, b in real}
+            questions.on.append((nodes, dict(before), supports, last))
+            questions.expected.append([after[name] for name in nodes])
+            questions.steps.append(case.name)
+        return questions
+
+    def by_stage(self, case: Case) -> dict[str, dict[str, int]]:
+        """How many nodes that compute something each stage decides for good, by backend."""
+        scheduler, graph = case.scheduler_and_graph()
+        work, names = set(computed(graph.nodes)), [*(b.name for b in scheduler.backends), ""]
+        final = {d[1]: (d[0], names[d[2]]) for d in scheduler.decisions(graph) if d[0] in STAGES and d[1] in work}
+        out: dict[str, dict[str, int]] = {s: dict.fromkeys(names[:-1], 0) for s in STAGES}
+        for stage, name in final.values():
+            out[stage][name] += 1
+        return out

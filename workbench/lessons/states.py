@@ -14,9 +14,11 @@ from workbench import models, paths
 from workbench.devices import CpuBackend, Plan
 from workbench.errors import ContextClosed
 from workbench.execution import GraphRunner
+from workbench.lessons.device_states import Lesson07 as Lesson07
 from workbench.lessons.graph_states import Lesson03 as Lesson03
 from workbench.lessons.graph_states import Lesson04 as Lesson04
-from workbench.lessons.schedule_states import Lesson07 as Lesson07
+from workbench.lessons.schedule_states import Lesson08 as Lesson08
+from workbench.lessons.schedule_states import Lesson09 as Lesson09
 from workbench.lessons.thread_states import Lesson05 as Lesson05
 from workbench.models.session import fill_inputs
 from workbench.moe import RouteTrace
