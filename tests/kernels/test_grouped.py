@@ -1,5 +1,6 @@
 """MUL_MAT_ID in few calls: whichever way it goes, the result is that of the product by expert, but for rounding."""
 
+import tracemalloc
 from unittest.mock import patch
 
 import numpy as np
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from tests.kernels.test_products import check, filled, rng
 from workbench.errors import ParameterError
 from workbench.kernels import grouped
+from workbench.kernels.products import by_expert, id_type
 from workbench.kernels.weights import weights_of
 from workbench.tensors import Context, ops
 
@@ -63,3 +65,19 @@ def test_an_expert_that_does_not_exist_is_found_first(way, wrong):
         node.src[2].array()[0, 0, 3, 1] = wrong
         with pytest.raises(ParameterError, match=f"expert {wrong} at index"):
             run(node)
+
+
+@pytest.mark.parametrize(("tokens", "k", "n_expert"), [(1_000_000, 2, 896), (50_000, 16, 896), (1000, 1, 70_000), (0, 2, 8)])
+def test_rows_are_sorted_by_expert_in_memory_that_grows_with_them_alone(tokens, k, n_expert):
+    """Up to a million tokens: places ascend within each expert, nothing is lost, and no table of rows by experts is made."""
+    ids = rng(0).integers(0, n_expert, tokens * k).astype(id_type(n_expert))
+    by_expert(np, ids, n_expert)
+    tracemalloc.start()
+    places, counts = by_expert(np, ids, n_expert)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak <= 32 * (tokens * k + n_expert) + 10_000
+    assert counts.shape == (n_expert,) and counts.sum() == tokens * k
+    keys = ids[places].astype(np.int64) * max(tokens * k, 1) + places
+    assert (np.diff(keys) > 0).all()
+    assert np.array_equal(np.repeat(np.arange(n_expert), counts), ids[places])
