@@ -15,7 +15,7 @@ _HOMES = {  # public name -> the room that holds it
     "ops": "workbench.tensors.ops",
     **dict.fromkeys(["CGraph", "build", "statistics"], "workbench.cgraph"),
     **dict.fromkeys(["Backend", "BufferType", "CpuBackend", "CudaBackend"], "workbench.devices"),
-    **dict.fromkeys(["GraphAllocator", "GraphRunner", "compute"], "workbench.execution"),
+    **dict.fromkeys(["AdamW", "GraphAllocator", "GraphRunner", "Trainer", "compute"], "workbench.execution"),
     **dict.fromkeys(["Machine", "SimulatedDevice", "SimulatedMemory", "simulated_machine"], "workbench.devices.simulated"),
     **dict.fromkeys(["Scheduler", "UsedExperts", "WeightTransfer", "WholeTensor"], "workbench.scheduler"),
     **dict.fromkeys(["GGUFFile", "Model", "Sampler", "Session", "Tokenizer", "generate", "load", "open_gguf"], "workbench.models"),
