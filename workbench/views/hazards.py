@@ -7,22 +7,28 @@ not done yet can be hurt. Traces of real devices have no such times and are not 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from workbench.errors import shown
 from workbench.trace import Event, Trace
-from workbench.views.run_data import Reader, nbytes
+from workbench.views.run_data import HOST, Reader, nbytes
 
 Range = tuple[Any, int, int]
 """Bytes of one memory: which, from, to."""
 READ, OVERWRITTEN = "read too early", "overwritten too early"
 HOST_READS = "the host"
+SAYS = {
+    READ: "{who} reads {tensor} at {at}, but {other} is done with it only at {ready}.",
+    HOST_READS: "the host looks at {tensor} at {at}, but it is there only at {ready}.",
+    OVERWRITTEN: "{who} overwrites {tensor} at {at}, which {other} still needs until {ready}.",
+}
+"""What is said of each kind of hazard."""
 
 
 class Hazard(NamedTuple):
-    """One order that was not kept. `other` is done with the tensor only at `ready`, but `who` came at `at`; event: the call of `who`,
-    by its place in the trace."""
+    """One order that was not kept. `other` is done with the tensor only at `ready`, but `who` came at `at`, on `lane`; event: the call
+    of `who`, by its place in the trace."""
 
     kind: str
     tensor: str
@@ -31,11 +37,18 @@ class Hazard(NamedTuple):
     at: int
     ready: int
     event: int
+    lane: tuple[str, str]
+
+    def says(self, clock: Callable[[int], str]) -> str:
+        """The hazard in a sentence; `clock` writes a time."""
+        facts = {**self._asdict(), "at": clock(self.at), "ready": clock(self.ready)}
+        return SAYS[HOST_READS if self.who == HOST_READS else self.kind].format(**facts)
 
 
 class Access(NamedTuple):
     """What a piece of work reads and writes: [(range, tensor)]; it happens at `time`, of equal times in `order`."""
 
+    lane: tuple[str, str]
     time: int
     order: int
     who: str
@@ -97,7 +110,7 @@ class Watch:
             results = {shown(t["name"]) for i, t in enumerate(tensors) if i not in read or "output" in t["flags"]}
             for a in self._pending:
                 if a.time > self._now and (name := a.writes[0][1] if a.writes else "") in results:
-                    yield Hazard(READ, name, HOST_READS, a.who, self._now, a.time, self._asked)
+                    yield Hazard(READ, name, HOST_READS, a.who, self._now, a.time, self._asked, HOST)
 
     def _looked(self, event: Event, n: int) -> Iterator[Hazard]:
         """The host looks at what it fetched right after the wait for it, or at once where there is none."""
@@ -105,7 +118,7 @@ class Watch:
         if a is not None and event.kind not in ("queued", "busy"):
             self._fetched = None
             if event.kind not in ("sync", "event_sync") and a.time > self._now:
-                yield Hazard(READ, a.reads[0][1], HOST_READS, a.who, self._now, a.time, n)
+                yield Hazard(READ, a.reads[0][1], HOST_READS, a.who, self._now, a.time, n, HOST)
 
     def _against(self, a: Access) -> Iterator[Hazard]:
         for p in self._pending:
@@ -115,9 +128,9 @@ class Watch:
             late = next((name for r, name in p.reads for own, _ in a.writes if _meet(r, own)), "")
             over = next((name for r, name in p.writes for own, _ in a.writes if _meet(r, own)), "")
             if early:
-                yield Hazard(READ, early, a.who, p.who, a.time, p.time, self._asked)
+                yield Hazard(READ, early, a.who, p.who, a.time, p.time, self._asked, a.lane)
             elif late or over:
-                yield Hazard(OVERWRITTEN, late or over, a.who, p.who, a.time, p.time, self._asked)
+                yield Hazard(OVERWRITTEN, late or over, a.who, p.who, a.time, p.time, self._asked, a.lane)
 
     # ---- who touches what
 
@@ -164,7 +177,8 @@ class Watch:
         return self._made(event, f"the copy of {parts[0][1]}", parts[:1], parts[1:])
 
     def _made(self, event: Event, who: str, reads: list[Any], writes: list[Any]) -> Access:
-        return Access(event.end, self._order, who, [r for r in reads if r], [w for w in writes if w])
+        lane = HOST if event.kind == "answer" else self.reader.run.spans[-1].lane
+        return Access(lane, event.end, self._order, who, [r for r in reads if r], [w for w in writes if w])
 
     def _id(self, name: str) -> int:
         """The number of a copy or of a tensor of the graph, -1 for an unknown name."""

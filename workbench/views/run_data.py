@@ -115,7 +115,7 @@ class Run:
     def lanes(self) -> list[tuple[str, str]]:
         """What the host does itself, then devices that work on its memory, then others in the scheduler's order."""
         order = {device: (not host, i) for i, (device, _, host) in enumerate(self.devices)}
-        found = {s.lane for s in self.spans} | {m.lane for m in self.marks if m.lane != HOST}
+        found = {s.lane for s in self.spans} | {m.lane for m in self.marks if m.kind != "run"}
         return sorted(found, key=lambda lane: (lane != HOST, order.get(lane[0], (True, len(order))), lane))
 
     @property

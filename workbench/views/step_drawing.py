@@ -26,6 +26,10 @@ def steps_picture(trace: Steps, caption: str, k: int | None = None) -> Picture:
         from workbench.views.schedule_drawing import draw_schedule
 
         return draw_schedule(trace, k, caption)
+    if trace["kind"] == "run":
+        from workbench.views.run_drawing import draw_run
+
+        return draw_run(trace, k, caption)
     return {"expand": _expand, "packing": _packing, "plan": _plan, "list": _list}[trace["kind"]](trace, k, caption)
 
 

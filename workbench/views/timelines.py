@@ -13,6 +13,7 @@ from matplotlib.patches import Patch
 
 from workbench.trace import Trace
 from workbench.views.figures import Picture, new_figure, picture
+from workbench.views.hazards import hazards
 from workbench.views.palette import OKABE_ITO, ink_on
 from workbench.views.run_data import HOST, WORK, Run, Span, run_data
 from workbench.views.tables import Table, table
@@ -50,15 +51,19 @@ def timeline(trace: Trace, k: int | None = None, window: tuple[int, int] | None 
     for y in range(len(lanes)):
         axes.axhspan(y - 0.42, y + 0.42, color="#f4f4f4", lw=0, zorder=0)
     for y, lane in enumerate(lanes):
-        _draw_lane(axes, y, [s for s in run.spans if s.lane == lane and s.end > begin and s.start < end], begin, end, scale)
+        draw_lane(axes, y, [s for s in run.spans if s.lane == lane and s.end > begin and s.start < end], begin, end, scale)
     for mark in run.marks:
         if mark.lane in lanes and begin <= mark.time <= end and mark.kind != "run":
-            axes.plot((mark.time - begin) / scale, lanes.index(mark.lane) + (0.4 if mark.kind == "recorded" else -0.4),
-                      "^" if mark.kind == "recorded" else "v", color="black", ms=3.5, clip_on=False)  # fmt: skip
+            draw_mark(axes, (mark.time - begin) / scale, lanes.index(mark.lane), mark.kind)
+    early = hazards(trace if k is None else trace[:k])
+    for h in early:
+        if h.lane in lanes and begin <= h.at <= end:
+            draw_early(axes, (h.at - begin) / scale, (min(h.ready, end) - begin) / scale, lanes.index(h.lane))
     _draw_splits(axes, run, lanes, begin, end, scale)
     legend(figure, [(kind, f"{WORK[kind][0]} {WORK[kind][1]}".strip()) for kind in LOOKS if any(s.kind == kind for s in run.spans)],
            loc="upper left", bbox_to_anchor=(0.0, 1.015))  # fmt: skip
-    return picture(figure, _alt(run, begin, end), caption or _conclusion(run))
+    said = "".join(f" Too early: {h.says(lambda ns: duration(ns - begin))}" for h in early[:3])
+    return picture(figure, _alt(run, begin, end) + said, caption or _conclusion(run) + said)
 
 
 def timeline_table(trace: Trace, k: int | None = None) -> Table:
@@ -167,7 +172,20 @@ def _alt(run: Run, begin: int, end: int) -> str:
 # ---- drawing
 
 
-def _draw_lane(axes: Any, y: int, spans: list[Span], begin: int, end: int, scale: float) -> None:
+def draw_mark(axes: Any, x: float, lane: int, kind: str) -> None:
+    """An event recorded ▲ or waited for ▼, or a wait that was left out ×."""
+    shape, size, up = {"recorded": ("^", 3.5, 0.4), "left out": ("X", 8.0, 0.0)}.get(kind, ("v", 3.5, -0.4))
+    axes.plot(x, lane + up, shape, color="black", ms=size, clip_on=False, zorder=7)
+
+
+def draw_early(axes: Any, at: float, ready: float, lane: int) -> None:
+    """Work that came at `at`, and should have come at `ready`."""
+    axes.annotate("", (ready, lane), (at, lane), arrowprops={"arrowstyle": "->", "ls": "--", "color": "#D55E00", "lw": 1.4}, zorder=7)
+    axes.text(at, lane, "!", size=12, weight="bold", ha="center", va="center", zorder=8, bbox={"fc": "white", "ec": "#D55E00", "pad": 1.2})
+
+
+def draw_lane(axes: Any, y: int, spans: list[Span], begin: int, end: int, scale: float) -> None:
+    """The spans of one lane between two times, by kind, with a name where there is room; `scale`: nanoseconds per unit of the axis."""
     per_inch = max(end - begin, 1) / (WIDTH - ROOM - 0.12)
     for kind, (colour, hatch) in LOOKS.items():
         bars = [((a - begin) / scale, (b - a) / scale) for a, b in _merged([s for s in spans if s.kind == kind], per_inch / 220)]

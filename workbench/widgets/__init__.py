@@ -6,8 +6,8 @@ from workbench.widgets.graph_view import GraphView
 from workbench.widgets.prompt_player import PromptPlayer
 from workbench.widgets.schedule import ScheduleStepper, step_schedule
 from workbench.widgets.stepper import Stepper
-from workbench.widgets.steps import step_expand, step_memory, step_plan, step_run
+from workbench.widgets.steps import leave_out_wait, step_expand, step_memory, step_plan, step_run
 from workbench.widgets.whatif import WhatIf
 
 __all__ = ["GraphView", "Knobs", "PromptPlayer", "Question", "Range", "ScheduleStepper", "Shown", "Stepper", "WhatIf",
-           "step_expand", "step_memory", "step_plan", "step_run", "step_schedule"]  # fmt: skip
+           "leave_out_wait", "step_expand", "step_memory", "step_plan", "step_run", "step_schedule"]  # fmt: skip

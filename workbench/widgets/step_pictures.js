@@ -147,5 +147,5 @@ const TABLES = {
   list: (trace, s) => [trace.columns, s.events.map((e, i) => [String(i + 1), e.join(' '), trace.steps[i].cause]), trace.table],
 };
 const FOLDED = {expand: expandPicture, packing: packingPicture, plan: planPicture, list: listPicture};
-const pictureAt = (trace, k, looks) => (FOLDED[trace.kind] ?? (trace.kind === 'memory' ? memory : raster))(trace, k, looks);
+const pictureAt = (trace, k, looks, zoom) => (FOLDED[trace.kind] ?? (trace.kind === 'memory' ? memory : raster))(trace, k, looks, zoom);
 const tableAt = (trace, k) => trace.kind in TABLES ? TABLES[trace.kind](trace, stateAt(trace, k)) : [trace.columns, trace.steps[k].table, trace.table];

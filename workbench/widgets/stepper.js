@@ -11,6 +11,7 @@ function raster(trace, k, looks) {
 }
 function render({model, el, signal}) {
   el.classList.add('wb');
+  el.classList.toggle('wb-wide', model.get('trace').kind === 'run');
   const say = h('div', {className: 'wb-say', role: 'status', 'aria-live': 'polite'}), picture = h('div', {className: 'wb-raster', tabIndex: 0, role: 'region'});
   const beside = h('div', {className: 'wb-scroll wb-sheet-table', tabIndex: 0, role: 'region'});
   const last = () => model.get('trace').steps.length - 1;
@@ -23,13 +24,39 @@ function render({model, el, signal}) {
   const first = button('|◀', 'first step (Home)', () => go(0)), back = button('◀', 'one step back (left arrow)', () => go(model.get('k') - 1));
   const on = button('▶', 'one step on (right arrow)', () => go(model.get('k') + 1)), end = button('▶|', 'last step (End)', () => go(last()));
   const less = button('⇤ change', 'previous change (p)', () => jump(-1)), more = button('change ⇥', 'next change (n)', () => jump(1));
-  const place = h('span', {});
+  const place = h('span', {}), more_tools = [];
+  let zoom = model.get('trace').zoom ?? 0;
+  const near = zoom, seek = (field, same, way) => {                  // the next step where a field differs, or is the same again
+    const steps = model.get('trace').steps, here = steps[model.get('k')][field];
+    for (let k = model.get('k') + way; k >= 0 && k < steps.length; k += way) if ((steps[k][field] === here) === same) return go(k);
+  };
+  const chooser = (text, field, key) => {                            // on to the next step with the chosen value, from the end to the start
+    const found = [...new Set(model.get('trace').steps.map(s => s[field]))], pick = event => {
+      const steps = model.get('trace').steps, k = model.get('k'), at = steps.map((_, i) => (k + 1 + i) % steps.length).find(i => steps[i][field] === event.target.value);
+      event.target.value = '';
+      if (at !== undefined) go(at);
+    };
+    return h('select', {'aria-label': `jump to the next ${text}; ${key} for the kind of this one`, onchange: pick}, h('option', {value: ''}, `jump to …`),
+      ...found.map(value => h('option', {value}, value.replaceAll('_', ' '))));
+  };
   const act = {ArrowLeft: () => go(model.get('k') - 1), ArrowRight: () => go(model.get('k') + 1), Home: () => go(0), End: () => go(last()),
     ' ': () => go(model.get('k') + 1), n: () => jump(1), p: () => jump(-1)};
-  const bar = h('div', {className: 'wb-row wb-bar', tabIndex: 0, role: 'toolbar'}, first, back, on, end, less, more, place);
+  for (const [key, text, field, same] of model.get('trace').jumps ?? []) {
+    const away = key.toUpperCase(), back = () => seek(field, same, -1), ahead = () => seek(field, same, 1);
+    act[key] = ahead;
+    act[away] = back;
+    more_tools.push(...same ? [chooser(text, field, key)] : [button(`⇤ ${text}`, `previous ${text} (${away})`, back), button(`${text} ⇥`, `next ${text} (${key})`, ahead)]);
+  }
+  if (model.get('trace').zoom !== undefined) {
+    const scale = by => () => { zoom = Math.max(0, Math.min(near + 5, zoom + by)); draw(); };
+    act['+'] = act['='] = scale(1);
+    act['-'] = scale(-1);
+    more_tools.push(button('−', 'show more time (-)', act['-']), button('+', 'show less time (+)', act['+']));
+  }
+  const bar = h('div', {className: 'wb-row wb-bar', tabIndex: 0, role: 'toolbar'}, first, back, on, end, less, more, ...more_tools, place);
   el.addEventListener('keydown', event => {
     event.stopPropagation();                       // JupyterLab would move to another cell
-    const onButton = event.key === ' ' && event.target.tagName === 'BUTTON';
+    const onButton = event.key === ' ' && event.target.tagName === 'BUTTON' || event.target.tagName === 'SELECT';
     if (act[event.key] && !onButton && !event.ctrlKey && !event.altKey && !event.metaKey) { event.preventDefault(); act[event.key](); }
   });
   const draw = () => {
@@ -42,7 +69,7 @@ function render({model, el, signal}) {
     first.disabled = back.disabled = k === 0;
     on.disabled = end.disabled = k === last();
     const scroll = picture.scrollLeft;
-    picture.replaceChildren(pictureAt(trace, k, model.get('looks')));
+    picture.replaceChildren(pictureAt(trace, k, model.get('looks'), zoom));
     picture.scrollLeft = scroll;
     const now = picture.querySelector('.wb-now');
     if (now && (now.offsetLeft < scroll || now.offsetLeft > scroll + picture.clientWidth - 40)) picture.scrollLeft = now.offsetLeft - picture.clientWidth / 2;

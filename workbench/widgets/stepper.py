@@ -26,7 +26,7 @@ class Stepper(Shown):
     step k depends on the first k + 1 steps only.
     """
 
-    _esm = script("memory", "graph_scene", "step_pictures", "stepper")
+    _esm = script("memory", "graph_scene", "step_pictures", "run_picture", "stepper")
     _css = Shown._css + "".join((FOLDER / f"{name}.css").read_text("utf-8") for name in ("graph_view", "step_pictures"))
     trace = traitlets.Dict().tag(sync=True)
     k = traitlets.Int(0).tag(sync=True)
@@ -45,7 +45,8 @@ class Stepper(Shown):
         """The first steps as a picture, and the first changes as rows."""
         caption = self._caption or self.trace["title"]
         kind = self.trace.get("kind")
-        seen = (memory_picture(self.trace, caption) if kind == "memory" else steps_picture(self.trace, caption) if kind
+        at = self.k if kind == "run" and self.k else None
+        seen = (memory_picture(self.trace, caption) if kind == "memory" else steps_picture(self.trace, caption, at) if kind
                 else raster_picture(self.trace, caption, STORED - 1))  # fmt: skip
         return seen.html() + self._changes().html()
 

@@ -6,10 +6,13 @@ from typing import Any
 
 from workbench.cgraph import CGraph
 from workbench.devices import HOST_MEMORY, BufferType, Plan
+from workbench.scheduler.waits import Make, outcome
 from workbench.tensors import Tensor
 from workbench.trace import Trace
+from workbench.views.run_drawing import missing_wait, wait_sentences
 from workbench.views.run_steps import run_steps
 from workbench.views.steps import expand_steps, memory_steps, plan_steps
+from workbench.widgets.controls import Range
 from workbench.widgets.stepper import Stepper
 
 
@@ -31,6 +34,22 @@ def step_plan(plan: Plan, recorded: Trace | None = None, title: str = "", captio
     return Stepper(plan_steps(plan, recorded, title), caption)
 
 
-def step_run(trace: Trace, title: str = "Calls of a run", caption: str = "") -> Stepper:
-    """Step through the calls that the host made in a recorded run: copies, waits, launches, each with its cause and the bytes so far."""
-    return Stepper(run_steps(trace, title), caption)
+def step_run(trace: Trace, title: str = "Calls of a run", caption: str = "", k: int = 0) -> Stepper:
+    """Step through the calls that the host made in a recorded run, on the run's clock: copies, waits, events, launches, each with its
+    cause; what is done, and what was only asked for; the bytes so far. What came too early in simulated time is marked.
+
+    Keys beside those of all steppers: s, S for the next and previous split, k, K for the next and previous call of the same kind,
+    + and - for the time that is shown. k: the step shown first.
+    """
+    return Stepper(run_steps(trace, title), caption, k=k)
+
+
+def leave_out_wait(make: Make, caption: str = "", value: int = 1) -> Range:
+    """A slider over the waits of a run of simulated devices: the run is made and done again without the one that is chosen.
+
+    Below stand what came too early, what is different in the results, and both runs on one clock (`views.missing_wait`).
+    """
+    whole = outcome(make)
+    names = [f"{n}: {said}" for n, said in enumerate(wait_sentences(whole), 1)]
+    slider = Range(min=1, max=len(names), value=value, label="leave out wait", names=names)
+    return slider.drive(lambda n: missing_wait(whole, outcome(make, n), caption))
