@@ -3,7 +3,7 @@
 import base64
 import json
 
-DARK = {"--jp-layout-color1": "#111111", "--jp-layout-color2": "#424242", "--jp-content-font-color1": "#ffffff", "--jp-border-color1": "#616161"}
+DARK = {"--jp-layout-color0": "#111111", "--jp-layout-color1": "#111111", "--jp-layout-color2": "#424242", "--jp-content-font-color1": "#ffffff", "--jp-border-color1": "#616161"}
 PAGE = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>A stored page</title><style>%(css)s body{margin:8px;%(theme)s}</style></head>
 <body><main class="jp-Cell-outputArea" id="out"></main><script type="module">
 const state = JSON.parse(new TextDecoder().decode(Uint8Array.from(atob('%(state)s'), c => c.charCodeAt(0)))), listeners = {};

@@ -21,7 +21,7 @@ def javascript(files, expression, given):
     node = shutil.which("node")
     if node is None:
         pytest.skip("node is not installed: the same is compared in a browser (tests/browser)")
-    code = "\n".join((FOLDER / f"{name}.js").read_text("utf-8") for name in files)
+    code = "\n".join((FOLDER / f"{name}.js").read_text("utf-8") for name in files).replace("\nexport default ", "\nvoid ")
     program = f"{code}\nconst given = JSON.parse(require('fs').readFileSync(0, 'utf8'));\nconsole.log(JSON.stringify({expression}));"
     done = subprocess.run([node, "-e", program], input=json.dumps(given), capture_output=True, text=True, encoding="utf-8", timeout=60)
     assert done.returncode == 0, done.stderr[-2000:]

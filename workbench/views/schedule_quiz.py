@@ -93,7 +93,8 @@ def ask_where(told: Told, first: int, key: str) -> dict[str, Any] | None:
     found = [("each copy begins a split", crossing), ("views begin splits", views), ("each layer is a split", layer),
              ("splits have equal length", [length] if length < len(nodes) else [])]  # fmt: skip
     places = list(dict.fromkeys([first, *(i for _, at in found for i in at[:2])]))[:5]
-    wrong = [(*_filled(name)[:1], name, _filled(name)[1]) for name, _ in found]
+    turned = found[first % len(found) :] + found[: first % len(found)]
+    wrong = [(text, name, why) for name, _ in turned for text, why in [_filled(name)]]
     chosen = sorted(places)
     said = f"A split began at {told.name(nodes[begin])}. At which node does the next one begin?"
     return _question(said, [[told.name(nodes[i]), i] for i in chosen], first, RIGHT[key], wrong, first)

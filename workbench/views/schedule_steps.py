@@ -386,7 +386,7 @@ def pairing(a: Steps, b: Steps) -> dict[str, Any]:
         ends[step["stage"]] = k
     at, same, now = [], [], -1
     for k, step in enumerate(a["steps"]):
-        found = next((i for i in where.get(_key(a, step, match), ()) if i >= now), -1)
+        found = next((i for i in where.get(_key(a, step, match), ()) if i > now), -1)
         stage_over = k + 1 == len(a["steps"]) or a["steps"][k + 1]["stage"] != step["stage"]
         until = max((end for s, end in ends.items() if _RANK[s] <= _RANK[step["stage"]]), default=-1) if stage_over else -1
         now = max(now, found, until, 0)

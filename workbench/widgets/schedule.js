@@ -117,6 +117,11 @@ function layers(trace, model, pick) {
       }
     }};
 }
+const reached = (trace, s, k) => k >= trace.steps.length - 1 ? Infinity : Math.max(s.splits.at(-1)?.[1] ?? -1, s.rewrites.length ? trace.order.indexOf(s.rewrites.at(-1)[0]) : -1);
+function splitOf(trace, s, upTo, t) {                 // the number of a node's split, once pass 5 came to the node
+  const at = trace.order.indexOf(t);
+  return at < 0 || at > upTo ? '' : String(s.splits.findLastIndex(p => p[1] <= at));
+}
 // ---- the table: a row for each tensor, a column for each stage; only the rows in sight exist
 const ROW = 25;
 function stages(trace, pick) {
@@ -127,31 +132,29 @@ function stages(trace, pick) {
       h('colgroup', {}, h('col', {style: 'width:34%'}), ...columns.map(() => h('col', {})), h('col', {})),
       h('thead', {}, h('tr', {}, ...['node', ...columns.map(c => c[0]), 'split'].map(c => h('th', {scope: 'col'}, c)))), body));
   let last = null;
-  const place = new Map(trace.order.map((t, i) => [t, i])), cell = (s, other, t, i) => {
-    const mine = s.table[t]?.[i], theirs = other ? other.table(t, i) : undefined, differs = other && (mine?.[0] ?? -2) !== (theirs ?? -2);
+  const cell = (s, other, t, i) => {
+    const mine = s.table[t]?.[i], theirs = other ? other.table(t, i) : undefined, differs = other && (mine === undefined || theirs === undefined ? mine !== theirs : !other.same(mine[0], theirs));
     const look = mine ? backendLook(trace, mine[0]) : null;
     const td = h('td', {className: differs ? 'wb-differs' : '', title: mine ? `${look.name}: ${trace.causes[mine[1]]}` : ''},
       mine ? h('span', {className: 'wb-key', style: `background:${look.fill};color:${look.ink}`}, look.code) : '');
-    if (differs) td.append(` ≠ ${theirs === undefined ? '–' : other.code(theirs)}`);
+    if (differs) td.append(`≠${theirs === undefined ? '–' : other.code(theirs)}`);
     return td;
   };
-  const splitOf = (s, t) => {
-    const at = place.get(t) ?? -1;
-    if (at < 0 || !s.splits.length) return '';
-    const k = s.splits.findLastIndex(p => p[1] <= at);
-    return k === s.splits.length - 1 && s.stage < trace.stages.length - 1 ? '' : String(k);
+  const splitCell = (s, other, t) => {
+    const mine = splitOf(trace, s, last.upTo, t), theirs = other ? other.split(t) : mine;
+    return h('td', {className: mine === theirs ? '' : 'wb-differs'}, mine === theirs ? mine : `${mine || '–'}≠${theirs || '–'}`);
   };
   const fill = () => {
     const {s, now, other} = last, from = Math.max(0, Math.min(rows.length - 1, Math.floor(top / ROW) - 3)), to = Math.min(rows.length, from + Math.ceil(tall / ROW) + 6);
     const filler = n => h('tr', {'aria-hidden': 'true'}, h('td', {colSpan: columns.length + 2, style: `height:${n * ROW}px;padding:0;border:0`}));
     body.replaceChildren(...(from ? [filler(from)] : []), ...rows.slice(from, to).map((t, k) => h('tr', {'aria-rowindex': from + k + 2, className: t === now ? 'wb-current' : '', onclick: () => pick(t),
-      ...(t === now ? {'aria-current': 'true'} : {})}, h('td', {title: said(tensors[t])}, nameOf(trace, t)), ...columns.map(([, i]) => cell(s, other, t, i)), h('td', {}, splitOf(s, t)))),
+      ...(t === now ? {'aria-current': 'true'} : {})}, h('td', {title: said(tensors[t])}, nameOf(trace, t)), ...columns.map(([, i]) => cell(s, other, t, i)), splitCell(s, other, t))),
       ...(to < rows.length ? [filler(rows.length - to)] : []));
   };
   box.addEventListener('scroll', () => { if (last && Math.abs(box.scrollTop - top) > ROW) { top = box.scrollTop; fill(); } });
   let top = 0, tall = 0;
-  return {box, measure() { top = box.scrollTop; tall = box.clientHeight || 340; }, draw(s, now, other) {
-    last = {s, now, other};
+  return {box, measure() { top = box.scrollTop; tall = box.clientHeight || 340; }, draw(s, now, other, upTo) {
+    last = {s, now, other, upTo};
     const at = rows.indexOf(now);
     const away = at >= 0 && (at * ROW < top || (at + 2) * ROW > top + tall);
     if (away) top = Math.max(0, Math.min(at * ROW - tall / 2, (rows.length + 2) * ROW - tall));
@@ -181,7 +184,7 @@ function quiz(model, draw) {
       event.preventDefault();
       if (check.disabled) return;
       put(model, 'answers', {...model.get('answers'), [k]: [ask.choices[chosen.b][1], chosen.c]});
-    }}, h('div', {className: 'wb-two wb-ask'}, group(ask.question, ask.choices.map(c => c[0]), 'b'), group('Because', ask.options.map(o => o[0]), 'c')),
+    }}, h('div', {className: 'wb-two wb-ask'}, group('Which?', ask.choices.map(c => c[0]), 'b'), group('Because …', ask.options.map(o => o[0]), 'c')),
       h('div', {className: 'wb-row'}, check, h('button', {type: 'button', onclick: () => put(model, 'answers', {...model.get('answers'), [k]: null})}, 'Show without answering')));
   };
   const judge = (trace, k, [b, c]) => {
@@ -257,9 +260,9 @@ function render({model, el, signal}) {
     right.replaceChildren(run.table.box, splits);
   };
   const compared = k => {                            // what the other run had decided by then
-    const {match, at} = pair(), b = stateAt(run.other.trace, at[k]), name = c => backendLook(run.other.trace, c).name;
+    const {match, at} = pair(), b = stateAt(run.other.trace, at[k]), upTo = reached(run.other.trace, b, at[k]), name = c => backendLook(run.other.trace, c).name;
     const reverse = new Map(match.map((t, i) => [t, i]));
-    return {state: b, name, match, code: c => backendLook(run.other.trace, c).code, table: (t, i) => match[t] < 0 ? undefined : b.table[match[t]]?.[i]?.[0], reverse};
+    return {state: b, name, match, split: t => match[t] < 0 ? '' : splitOf(run.other.trace, b, upTo, match[t]), code: c => backendLook(run.other.trace, c).code, table: (t, i) => match[t] < 0 ? undefined : b.table[match[t]]?.[i]?.[0], reverse};
   };
   const draw = () => {
     if (!run || run.trace !== main() || (run.other?.trace ?? null) !== (two() ? beside() : null)) setUp();
@@ -268,7 +271,7 @@ function render({model, el, signal}) {
     const {trace} = run, k = now(), step = trace.steps[k], asks = questions.open(trace, k) && get('side') === 'A';
     const s = asks && k > 0 ? stateAt(trace, k - 1) : asks ? START.schedule(trace) : stateAt(trace, k), about = subject(trace, k), other = run.other ? compared(k) : null;
     bar.setAttribute('aria-label', `${trace.title}: arrow keys step, n and p jump to a change, Page Up and Page Down to a pass, Home and End`);
-    say.textContent = asks ? step.ask.question : step.sentence;
+    say.textContent = asks ? `${step.ask.question} (Press a to answer.)` : step.sentence;
     place.textContent = `step ${k + 1} of ${last() + 1} · ${trace.stages.find(([name]) => name === step.stage)[1]}`;
     first.disabled = back.disabled = k === 0;
     on.disabled = end.disabled = k === last();
@@ -285,7 +288,7 @@ function render({model, el, signal}) {
       const same = pair().same[k];
       also.textContent = asks ? '' : `${get('side') === 'A' ? 'B' : 'A'}: ${same >= 0 ? run.other.trace.steps[same].sentence : 'no such step in this run.'}`;
     }
-    run.table.draw(s, about, other && {table: other.table, code: other.code, same: (b, c) => mine(b) === other.name(c)});
+    run.table.draw(s, about, other && {table: other.table, code: other.code, split: other.split, same: (b, c) => mine(b) === other.name(c)}, reached(trace, s, asks ? k - 1 : k));
     run.graph.draw(s, about, asks ? -1 : step.by ?? -1);
     splits.hidden = !s.splits.length;
     if (s.splits.length) splits.replaceChildren(splitsTable(trace, s));
@@ -294,10 +297,10 @@ function render({model, el, signal}) {
     score.textContent = get('predict') ? `answered ${n}: ${b} right, with ${c} right reasons` : '';
   };
   const act = {ArrowLeft: () => go(now() - 1), ArrowRight: () => go(now() + 1), Home: () => go(0), End: () => go(last()), ' ': () => go(now() + 1), n: () => change(1), p: () => change(-1),
-    PageDown: () => pass(1), PageUp: () => pass(-1), m: () => matches(1), b: () => matches(-1), d: () => two() && differing(1), D: () => two() && differing(-1), x: () => exchange()};
+    PageDown: () => pass(1), PageUp: () => pass(-1), m: () => matches(1), b: () => matches(-1), a: () => questions.box.querySelector('input')?.focus(), d: () => two() && differing(1), D: () => two() && differing(-1), x: () => exchange()};
   el.addEventListener('keydown', event => {
     event.stopPropagation();                         // JupyterLab would move to another cell
-    const field = event.target.closest('input, select, [role=region]') && !['n', 'p', 'm', 'b', 'd', 'D', 'x'].includes(event.key);
+    const field = event.target.closest('input, select, [role=region]') && !['a', 'n', 'p', 'm', 'b', 'd', 'D', 'x'].includes(event.key);
     const typing = event.target.matches('input[type=search], select'), onButton = event.key === ' ' && event.target.tagName === 'BUTTON';
     if (act[event.key] && !field && !typing && !onButton && !event.ctrlKey && !event.altKey && !event.metaKey) { event.preventDefault(); act[event.key](); }
   });

@@ -79,14 +79,14 @@ class ScheduleStepper(Shown):
 
 def step_schedule(scheduler: Scheduler, graph: Any, *, stages: Sequence[str] | None = None, start: str | None = None,
                   other: Scheduler | tuple[Scheduler, Any] | None = None, predict: bool = False, title: str = "",
-                  caption: str = "") -> ScheduleStepper:  # fmt: skip
+                  caption: str = "", other_title: str = "") -> ScheduleStepper:  # fmt: skip
     """Step through what `scheduler` decides about `graph`; both stay as they are.
 
     stages: only these ("pass2", "pass2_gpu_up", …); what comes before has happened. start: the stage after which to begin. other: a
-    scheduler, or one with its graph, for a second run beside this one. predict: ask before showing.
+    scheduler, or one with its graph, for a second run beside this one, called `other_title`. predict: ask before showing.
     """
     second = (other, graph) if isinstance(other, Scheduler) else other
     steps = schedule_steps(scheduler, graph, title, stages, questions=predict)
     k = last_of(steps, start) if start is not None else 0
-    beside = schedule_steps(second[0], second[1], f"{title or 'the other run'} (B)", stages) if second is not None else None
+    beside = schedule_steps(second[0], second[1], other_title or f"{title or 'the other run'} (B)", stages) if second is not None else None
     return ScheduleStepper(steps, caption, beside, k=k, predict=predict)
