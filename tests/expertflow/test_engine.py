@@ -3,11 +3,14 @@
 import numpy as np
 import pytest
 
-from tests.expertflow.offloaded import Run, expert_bytes
+from tests.expertflow.offloaded import Run
 from workbench import models
 from workbench.devices.simulated import DeviceBuffer
 from workbench.errors import ParameterError, StorageError
 from workbench.expertflow.engine import expert_weights
+from workbench.expertflow.forecast import Forecast
+from workbench.expertflow.observe import Gates
+from workbench.expertflow.offload import expert_bytes
 from workbench.expertflow.pool import ExpertPool
 
 NAMES = ["tiny-mixtral-f16", "tiny-mixtral-q8_0", "tiny-mixtral-q4_0", "tiny-deepseek-f16"]
@@ -35,14 +38,34 @@ def test_logits_are_those_of_the_model_that_is_all_there(model, resident, share)
     run.close()
 
 
-def test_one_slot_is_enough_in_waves(model, resident):
-    """Every product then reads the only slot once per expert; nothing is ever found there."""
-    weights = expert_weights(model)
-    size = max(sum(w.nb[2] for w in merged) for merged in weights.values())
-    run = Run(model, size + 256 * 3)
-    assert run.pool.n_slots(min(weights)) == 1
-    assert np.array_equal(run.text(model.tokenizer.encode(PROMPT)), resident)
+def test_a_tokens_experts_are_enough_in_waves(model, resident):
+    """The least budget: a prompt then runs its experts a few at a time."""
+    k, size = model.hparams.n_expert_used, max(sum(w.nb[2] for w in merged) for merged in expert_weights(model).values())
+    run = Run(model, k * (size + 3 * 256))
+    assert run.pool.n_slots(min(run.pool.weights)) == k
+    assert np.array_equal(run.text(model.tokenizer.encode(PROMPT)), resident) and run.counters.waves
     run.close()
+
+
+POLICIES = ["lru", "lfu", "lfu_in_cache", "lru_frequency", "static", "predicted", "plec"]
+
+
+@pytest.mark.parametrize("scope", ["global", "layer"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_any_policy_and_any_forecast_give_the_same_bits(policy, scope):
+    with models.load("tiny-deepseek-f16") as model:
+        tokens = model.tokenizer.encode(PROMPT)
+        whole = Run(model, None)
+        resident = whole.text(tokens)
+        whole.close()
+        hot = np.arange(64).reshape(4, 16) % 7
+        run = Run(model, 0.55, policy=policy, scope=scope, hot=hot, forecast=Forecast.of_gates(Gates.of(model), window=2))
+        assert np.array_equal(run.text(tokens), resident)
+        counts = run.counters
+        if policy in ("predicted", "plec"):
+            assert counts.prefetches and counts.prefetched_hits and 0 < counts.precision <= 1
+        assert 0 < counts.hit_rate < 1
+        run.close()
 
 
 @pytest.mark.parametrize("host_below", ["auto", 2, 10**6])
@@ -172,8 +195,8 @@ def test_a_budget_below_a_tokens_experts_names_the_least_that_works():
     with models.load("tiny-mixtral-f16") as model:
         weights = expert_weights(model)
         with pytest.raises(ParameterError, match="245,760 bytes or more"):
-            Run(model, 245_759, least=2)
-        run = Run(model, 245_760, least=2)
+            Run(model, 245_759)
+        run = Run(model, 245_760)
         assert run.pool.n_slots(min(weights)) == 2
         run.close()
 

@@ -11,13 +11,15 @@ Whatever was predicted, the same kernels compute the same rows from the same byt
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from workbench.devices.backend import Backend
+from workbench.expertflow.cache import ExpertCache, ExpertEvent
+from workbench.expertflow.forecast import Forecast
 from workbench.expertflow.hosted import HostBlock, host_ns, load_ns
 from workbench.expertflow.pool import ExpertPool, SlotView
 from workbench.models.model import Model
@@ -46,27 +48,66 @@ class Visit:
     block: list[list[Tensor]] = field(default_factory=list)  # by split
     # of the present run:
     ids: Any = None
+    states: Any = None
     groups: list[list[int]] = field(default_factory=list)
     hosted: list[int] = field(default_factory=list)
     in_waves: bool = False
     twin: HostBlock | None = None
 
 
+@dataclass
+class Counters:
+    """What an engine did. Bytes that somebody waited for, and bytes that were fetched on a forecast, are counted apart.
+
+    late: prefetched experts that were wanted before they were there. ids_waits: how often the host waited for a router.
+    """
+
+    hits: int = 0
+    loads: int = 0
+    evictions: int = 0
+    hosted: int = 0
+    prefetches: int = 0
+    prefetched_hits: int = 0
+    late: int = 0
+    dropped: int = 0
+    waves: int = 0
+    ids_waits: int = 0
+    demand_bytes: int = 0
+    speculative_bytes: int = 0
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of the wanted experts that were in a slot, or on their way to one; NaN where none was wanted."""
+        wanted = self.hits + self.loads + self.hosted
+        return self.hits / wanted if wanted else float("nan")
+
+    @property
+    def precision(self) -> float:
+        """Share of the prefetched experts that were wanted before they had to go; NaN where none was fetched."""
+        return self.prefetched_hits / self.prefetches if self.prefetches else float("nan")
+
+
 class ExpertEngine(Mover):
     """Moves experts through a pool (a `WeightTransfer`); other weights by ggml's rule.
 
-    pool: on the device that computes the experts. policy: decides hits, loads and evictions; see `policies`. host_below: missing
-    experts with fewer tokens than that are computed on the host instead of being loaded; "auto": where that is estimated to be quicker.
+    pool: on the device that computes the experts. cache: decides hits, loads and evictions; it has as many slots as the pool, less
+    `staging` of them, which "static" needs for what only passes through. forecast: what to prefetch; at most `prefetches` loads after
+    each layer. host_below: missing experts with fewer tokens than that are computed on the host instead of being loaded; "auto": where
+    that is estimated to be quicker.
     """
 
     attaches = True
 
-    def __init__(self, pool: ExpertPool, policy: Any, host_below: int | str = 0) -> None:
-        self.pool, self.policy, self.host_below = pool, policy, host_below
-        self._others = UsedExperts()
+    def __init__(self, pool: ExpertPool, cache: ExpertCache, forecast: Forecast | None = None, *, host_below: int | str = 0,
+                 prefetches: int = 4, staging: int = 0) -> None:  # fmt: skip
+        self.pool, self.cache, self.forecast, self.host_below = pool, cache, forecast, host_below
+        self.prefetches, self.staging, self.counters = prefetches, staging, Counters()
+        self._others, self._host = UsedExperts(), pool.device
         self._visits: dict[Tensor, Visit] = {}
         self._open: Visit | None = None
         self._reading: list[Any] = []
+        self._passing: list[tuple[int, int]] = []
+        self._preloaded = False
 
     # ---- what the scheduler and its runtime call
 
@@ -86,12 +127,16 @@ class ExpertEngine(Mover):
                     self._visits[node] = visit
         for visit in visits.values():
             visit.block = _between(splits, visit.products[0], visit.products[-1])
-        return {v.products[-1]: _memory_of(v.block) for v in visits.values() if self._may_need_waves(v)}
+        kept = [v for v in visits.values() if self._may_need_waves(v)]
+        return {v.products[-1]: _memory_of(v.block) for v in kept}
 
     def begin(self) -> None:
-        """A run starts."""
+        """A run starts; the first one brings what a policy wants there from the start."""
         self._others.begin()
         self._open = None
+        if not self._preloaded:
+            self._preloaded = True
+            self._apply(self.pool.device, self.cache.preload())
 
     def move(self, route: Route, target: Backend, split: Split, position: int) -> bool:
         """Experts wait for the router's ids; the rest goes by ggml's rule."""
@@ -118,30 +163,42 @@ class ExpertEngine(Mover):
         """After a layer's last product was asked for: its slots may be written again when that is done."""
         if self._open is not None and not self._open.in_waves and self._open.products[-1] in split.nodes:
             self._leave(target)
+            self._open = None
 
     def cancelled(self) -> None:
         """Give slots back whose loads did not happen."""
-        self._open = None
-        self.policy.forget(self.pool.forget_unfinished())
+        self._open, self._passing = None, []
+        self.cache.forget(self.pool.forget_unfinished())
 
     # ---- a layer
 
     def _enter(self, target: Backend, visit: Visit, product: Tensor) -> None:
         """Read who is wanted, and settle where each is computed and in which wave."""
-        ids, weight = product.src[2], product.src[0]
-        assert ids is not None and weight is not None
+        weight, x, ids = product.src
+        assert weight is not None and x is not None and ids is not None
+        states = target.get_async(x) if self.forecast is not None else None
         self._open, visit.ids = visit, read_ids(ids, target, weight)
+        self.counters.ids_waits += 1
         used, counts = np.unique(visit.ids, return_counts=True)
         wanted = dict(zip(used.tolist(), counts.tolist(), strict=True))
         there = [e for e in wanted if (visit.layer, e) in self.pool.where]
         missing = [e for e in wanted if (visit.layer, e) not in self.pool.where]
         visit.hosted = [e for e in missing if self._on_host(visit.layer, wanted[e])]
-        order = [*there, *(e for e in missing if e not in visit.hosted)]
-        most = self.pool.n_slots(visit.layer)
-        visit.groups = [order[i : i + most] for i in range(0, len(order), most)]
+        visit.groups = self._groups(visit.layer, there, [e for e in missing if e not in visit.hosted])
         visit.in_waves = len(visit.groups) > 1 or bool(visit.hosted)
+        self._apply(target, self.cache.route(visit.layer, list(wanted)))
         if not visit.in_waves:
             self._serve(target, visit, visit.groups[0] if visit.groups else [], None)
+            self._look_ahead(target, visit, states)
+        else:
+            visit.states = states
+
+    def _groups(self, layer: int, there: list[int], missing: list[int]) -> list[list[int]]:
+        """Those that are there first, then as many at a time as there are slots for."""
+        most = self.cache.slots_of(layer)
+        free, step = (0, min(self.staging, most)) if self.staging else (max(most - len(there), 0), most)
+        first, rest = there + missing[:free], missing[free:]
+        return [first] * bool(first) + [rest[i : i + step] for i in range(0, len(rest), step)]
 
     def _on_host(self, layer: int, n_tokens: int) -> bool:
         if self.host_below == "auto":
@@ -152,11 +209,11 @@ class ExpertEngine(Mover):
     def _serve(self, target: Backend, visit: Visit, group: Sequence[int], only: frozenset[int] | None) -> None:
         """Make a group of experts resident and let the next products read them."""
         layer, pool = visit.layer, self.pool
-        for kind, where, expert in self.policy.step(layer, group):
-            self._apply(target, kind, where, expert)
+        self._apply(target, self.cache.need(layer, group))
         slots = {e: pool.where[layer, e] for e in group}
         for slot in slots.values():
             if slot.ready is not None:
+                self.counters.late += slot.ahead and getattr(slot.ready, "time", 0) > getattr(target, "free_at", 0)
                 target.wait_event(slot.ready)
                 slot.ready = None  # what follows on this stream comes after it in any case
         table = {e: (slot, slot.load) for e, slot in slots.items()}
@@ -169,25 +226,67 @@ class ExpertEngine(Mover):
         target.then(bind)
         self._reading = list(slots.values())
 
-    def _apply(self, target: Backend, kind: str, layer: int, expert: int) -> None:
-        trace, now = target.trace, target.buffer_type.now
-        if kind == "load":
-            self.pool.load(layer, expert)
-            if trace is not None:
-                trace.add("load", now, layer=layer, expert=expert, bytes=self.pool.expert_bytes(layer))
-        else:
-            if kind == "evict":
+    def _look_ahead(self, target: Backend, visit: Visit, states: np.ndarray | None) -> None:
+        """Forecast, then use the link as long as nobody waits for it."""
+        if self.forecast is None or states is None:
+            return
+        normed = states.view(np.float32).reshape(len(visit.ids), -1)
+        for layer, scores in self.forecast.after(visit.layer, visit.ids, normed):
+            self._apply(target, self.cache.predict(layer, scores))
+            if target.trace is not None:
+                for expert in scores:
+                    target.trace.add("predict", target.buffer_type.now, token=-1, layer=layer, expert=expert)
+        for _ in range(self.prefetches):
+            before = self.counters.prefetches
+            self._apply(target, self.cache.prefetch())
+            if self.counters.prefetches == before:
+                break
+
+    def _apply(self, target: Backend, events: Iterable[ExpertEvent]) -> None:
+        """Do what the cache decided, count it, and write it down."""
+        trace, count = target.trace, self.counters
+        for kind, layer, expert, cause in events:
+            now = target.buffer_type.now
+            if kind == "load":
+                nbytes, ahead = self.pool.expert_bytes(layer), cause in ("predicted", "hot set")
+                self.pool.load(layer, expert).ahead = ahead
+                if cause == "staged":
+                    self._passing.append((layer, expert))
+                count.loads += not ahead
+                count.prefetches += cause == "predicted"
+                if ahead:
+                    count.speculative_bytes += nbytes
+                else:
+                    count.demand_bytes += nbytes
+                if trace is not None:
+                    trace.add("load", now, layer=layer, expert=expert, bytes=nbytes)
+                continue
+            if kind == "hit":
+                count.hits += 1
+                count.prefetched_hits += cause == "prefetched"
+            elif kind == "evict":
                 self.pool.evict(layer, expert)
+                count.evictions += 1
+            elif kind == "hosted":
+                count.hosted += 1
+            else:
+                count.dropped += kind == "drop"
+                continue
             if trace is not None:
                 trace.add(kind, now, layer=layer, expert=expert)
 
     def _leave(self, target: Backend) -> None:
+        """The products of a group were asked for: when they are done, its slots may be written."""
         event = target.new_event(f"{target.name} has read layer {self._open.layer if self._open else 0}")
         if event is not None:
             event.record()
             for slot in self._reading:
                 slot.read = event
-        self._open = None
+        for layer, expert in [e for e, slot in self.pool.where.items() if slot in self._reading]:
+            self.cache.done(layer, expert)
+        for layer, expert in self._passing:
+            self.pool.evict(layer, expert)
+        self._passing = []
 
     def _waves(self, route: Route, target: Backend, visit: Visit) -> None:
         """Compute a layer's experts group by group on the device, and some on the host in the meantime."""
@@ -195,6 +294,7 @@ class ExpertEngine(Mover):
             visit.twin = visit.twin or HostBlock(self._host, [node for nodes in visit.block for node in nodes])
             visit.twin.fetch(target)
         n = sum(map(len, visit.groups))
+        self.counters.waves += len(visit.groups)
         for group in visit.groups:
             self._serve(target, visit, group, frozenset(group))
             for i, nodes in enumerate(visit.block):
@@ -202,12 +302,12 @@ class ExpertEngine(Mover):
                 part.share = len(group) / n
                 target.compute_async(part)
             self._leave(target)
+        self._look_ahead(target, visit, visit.states)
         if visit.hosted:
             assert visit.twin is not None
             visit.twin.compute(visit.hosted)
             visit.twin.write(target, visit.ids, visit.hosted)
-            for expert in visit.hosted:
-                self._apply(target, "hosted", visit.layer, expert)
+            self._apply(target, (("hosted", visit.layer, e, "") for e in visit.hosted))
         visit.in_waves, self._open = False, None
 
     def _view(self, node: Tensor) -> SlotView | None:
@@ -216,7 +316,8 @@ class ExpertEngine(Mover):
 
     def _may_need_waves(self, visit: Visit) -> bool:
         ids = visit.products[0].src[2]
-        return ids is not None and (bool(self.host_below) or ids.n_elements > self.pool.n_slots(visit.layer))
+        always = bool(self.host_below) or bool(self.staging)
+        return ids is not None and (always or ids.n_elements > self.cache.slots_of(visit.layer))
 
 
 def _between(splits: list[Split], first: Tensor, last: Tensor) -> list[list[Tensor]]:

@@ -30,7 +30,8 @@ ALIGNMENT = 256
 @dataclass(eq=False, slots=True)
 class Slot:
     """Room for one expert. holds: whose bytes will be there when all that was asked for has happened, and load: the number of the
-    load that brings them; tag: whose are there now; ready: the end of that load; read: the end of the last product that reads it."""
+    load that brings them; tag: whose are there now; ready: the end of that load; read: the end of the last product that reads it;
+    ahead: the load was asked for before anybody wanted the expert."""
 
     offset: int
     size: int
@@ -39,6 +40,7 @@ class Slot:
     tag: tuple[int, int, int] | None = None
     ready: Event | None = None
     read: Event | None = None
+    ahead: bool = False
 
 
 class ExpertPool:

@@ -1,0 +1,112 @@
+"""A model with an expert budget: the front door of the engine.
+
+`offload` puts everything but the experts on a device, gives these a pool of slots there, and opens a session that runs through it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from workbench.devices.backend import Backend
+from workbench.devices.simulated import simulated_machine
+from workbench.errors import ModelError, ParameterError, shown
+from workbench.expertflow.cache import ExpertCache, policy_named
+from workbench.expertflow.engine import Counters, ExpertEngine, expert_weights
+from workbench.expertflow.forecast import Forecast
+from workbench.expertflow.pool import ExpertPool
+from workbench.models import Model, Session, place_weights
+from workbench.scheduler import Scheduler
+from workbench.trace import Trace
+
+
+class Offloaded:
+    """A session whose experts move; made by `offload`. `session` decodes, `engine` moves, `trace` holds what happened."""
+
+    def __init__(self, session: Session, engine: ExpertEngine, scheduler: Scheduler) -> None:
+        self.session, self.engine, self.scheduler = session, engine, scheduler
+
+    @property
+    def counters(self) -> Counters:
+        """Hits, loads, bytes and so on since the start."""
+        return self.engine.counters
+
+    @property
+    def trace(self) -> Trace | None:
+        """What happened, where a trace was given."""
+        return self.scheduler.trace
+
+    def close(self) -> None:
+        """Give all memory on the device back; the model stays open."""
+        self.session.close()
+        self.engine.pool.close()
+        if self.session.model.context is not None:
+            self.session.model.close()
+
+    def __enter__(self) -> Offloaded:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def expert_bytes(model: Model) -> int:
+    """Bytes of all routed experts of a model."""
+    return sum(w.nbytes for merged in expert_weights(model).values() for w in merged)
+
+
+def budget_bytes(model: Model, budget: int | float | str) -> int:
+    """A budget as bytes: a whole number of them, or a share such as 0.25 or "25%" of all expert bytes."""
+    share = None
+    if isinstance(budget, str) and budget.strip().endswith("%"):
+        try:
+            share = float(budget.strip()[:-1]) / 100
+        except ValueError:
+            share = -1.0
+    elif isinstance(budget, float):
+        share = budget
+    if share is not None and 0 <= share <= 1:
+        return int(expert_bytes(model) * share + 0.5)
+    if share is None and isinstance(budget, int) and not isinstance(budget, bool) and budget >= 0:
+        return budget
+    raise ParameterError(f"an expert budget of {shown(budget)!r}", 'bytes, or a share of all experts from 0 to 1 or "0%" to "100%"')
+
+
+def offload(model: Model, budget: int | float | str, *, policy: str = "lru", scope: str = "global", forecast: Forecast | None = None,
+            host_below: int | str = 0, prefetches: int = 4, backends: Sequence[Backend] | str | None = None, n_ctx: int | None = None,
+            n_batch: int = 512, n_seq_max: int = 1, recording: bool = False, verify: bool = False, scrub: bool = False,
+            future: Iterable[tuple[int, Sequence[int]]] | None = None, hot: np.ndarray | None = None,
+            trace: Trace | None = None) -> Offloaded:  # fmt: skip
+    """Open a session over `model` whose experts have `budget` bytes on the device.
+
+    policy, scope, future, hot: see `ExpertCache`; forecast, host_below, prefetches: see `ExpertEngine`. backends: a machine, or a preset's
+    name, such as "rtx3090-pcie4" (default: a round-numbered simulated card), whose first device computes the experts of any batch.
+    verify: compare what products read with the host's bytes; scrub: overwrite what is evicted. Raises ParameterError where the budget is
+    below the experts of one token, with the least that works.
+    """
+    weights = expert_weights(model)
+    if not weights:
+        raise ModelError(f"{shown(model.name)} has no experts", "a mixture-of-experts model", "tiny-mixtral-f16, for example")
+    made = policy_named(policy)
+    if backends is None or isinstance(backends, str):
+        backends = simulated_machine(backends or 1, offload_min_batch=1)
+    k, n_expert = model.hparams.n_expert_used, model.hparams.n_expert
+    staging = k if made.needs == "hot" else 0
+    layers = list(weights)
+    share = len(layers) if scope == "layer" else 1
+    placed = place_weights(model, backends, overrides={r"_exps\.weight": backends[-1]})
+    try:
+        pool = ExpertPool(backends[0], weights, budget_bytes(model, budget), least=k * share + staging, scrub=scrub, verify=verify)
+        members = {size: sum(s == size for s in pool.sizes.values()) for size in pool.classes}
+        slots = {size: (len(found) - staging) // (members[size] if scope == "layer" else 1) for size, found in pool.classes.items()}
+        cache = ExpertCache(policy, slots, layers, n_expert, scope=scope, sizes=[pool.sizes[i] for i in layers], least=k,
+                            future=future, hot=hot)  # fmt: skip
+        engine = ExpertEngine(pool, cache, forecast, host_below=host_below, prefetches=prefetches, staging=staging)
+        scheduler = Scheduler(backends, transfer=engine)
+        session = Session(placed, n_ctx, n_batch, n_seq_max, scheduler=scheduler, recording=recording)
+    except BaseException:
+        placed.close()
+        raise
+    scheduler.trace = trace
+    return Offloaded(session, engine, scheduler)
