@@ -38,8 +38,8 @@ class AdamW:
             raise ParameterError(f"{self}", "rate and decay of 0 or more, betas from 0 to below 1, eps above 0")
 
     def numbers(self, step: int) -> tuple[float, ...]:
-        """The seven numbers that OPT_STEP_ADAMW reads in step 1, 2, …"""
-        start1, start2 = (1 / (1 - beta**step) for beta in (self.beta1, self.beta2))
+        """The seven numbers that OPT_STEP_ADAMW reads in step 1, 2, …; corrections are those of the betas as f32 holds them."""
+        start1, start2 = (1 / (1 - float(np.float32(beta)) ** step) for beta in (self.beta1, self.beta2))
         return self.rate, self.beta1, self.beta2, self.eps, self.decay, start1, start2
 
 
