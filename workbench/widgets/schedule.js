@@ -162,14 +162,15 @@ function stages(trace, pick) {
     if (away) box.scrollTop = top;
   }};
 }
-function splitsTable(trace, s) {
+const plural = (n, what) => `${n} ${what}${n === 1 ? '' : 's'}`;
+function splitsTable(trace, s, over) {
   const rows = s.splits.map(([b, first, inputs], k) => {
     const end = k + 1 < s.splits.length ? s.splits[k + 1][1] : trace.order.length, look = backendLook(trace, b);
     return [String(k), h('span', {}, h('span', {className: 'wb-key', style: `background:${look.fill};color:${look.ink}`}, look.code), ` ${look.name}`),
-      `${nameOf(trace, trace.order[first])} … ${nameOf(trace, trace.order[end - 1])} (${end - first})`,
+      `${nameOf(trace, trace.order[first])}${!over && k === s.splits.length - 1 ? ' …' : end - first > 1 ? ` … ${nameOf(trace, trace.order[end - 1])} (${end - first})` : ''}`,
       inputs.map(t => `${nameOf(trace, t)} ${number(trace.graph.data.tensors[t].bytes)} B`).join(', ')];
   }), bytes = s.splits.flatMap(p => p[2]).reduce((n, t) => n + trace.graph.data.tensors[t].bytes, 0);
-  return tableOf(['', 'backend', 'nodes', 'inputs, copied in'], rows, `${s.splits.length} splits so far, ${s.copies.length} copies, ${number(bytes)} bytes to copy in each run`, rows.length - 1);
+  return tableOf(['', 'backend', 'nodes', 'inputs, copied in'], rows, `${plural(s.splits.length, 'split')}${over ? '' : ' so far'}, ${number(bytes)} bytes to copy in each run`, rows.length - 1);
 }
 // ---- a question before each decision
 function quiz(model, draw) {
@@ -269,7 +270,7 @@ function render({model, el, signal}) {
     run.graph.measure();                             // all that is measured, before anything is written
     run.table.measure();
     const {trace} = run, k = now(), step = trace.steps[k], asks = questions.open(trace, k) && get('side') === 'A';
-    const s = asks && k > 0 ? stateAt(trace, k - 1) : asks ? START.schedule(trace) : stateAt(trace, k), about = subject(trace, k), other = run.other ? compared(k) : null;
+    const s = asks && k > 0 ? stateAt(trace, k - 1) : asks ? START.schedule(trace) : stateAt(trace, k), about = subject(trace, k), other = run.other ? compared(k) : null, upTo = reached(trace, s, asks ? k - 1 : k), over = upTo === Infinity;
     bar.setAttribute('aria-label', `${trace.title}: arrow keys step, n and p jump to a change, Page Up and Page Down to a pass, Home and End`);
     say.textContent = asks ? `${step.ask.question} (Press a to answer.)` : step.sentence;
     place.textContent = `step ${k + 1} of ${last() + 1} · ${trace.stages.find(([name]) => name === step.stage)[1]}`;
@@ -288,10 +289,10 @@ function render({model, el, signal}) {
       const same = pair().same[k];
       also.textContent = asks ? '' : `${get('side') === 'A' ? 'B' : 'A'}: ${same >= 0 ? run.other.trace.steps[same].sentence : 'no such step in this run.'}`;
     }
-    run.table.draw(s, about, other && {table: other.table, code: other.code, split: other.split, same: (b, c) => mine(b) === other.name(c)}, reached(trace, s, asks ? k - 1 : k));
+    run.table.draw(s, about, other && {table: other.table, code: other.code, split: other.split, same: (b, c) => mine(b) === other.name(c)}, upTo);
     run.graph.draw(s, about, asks ? -1 : step.by ?? -1);
     splits.hidden = !s.splits.length;
-    if (s.splits.length) splits.replaceChildren(splitsTable(trace, s));
+    splits.replaceChildren(...(s.splits.length ? [splitsTable(trace, s, over)] : []));
     questions.draw(trace, k, asks);
     const [n, b, c] = scoreOf(get('trace'), get('answers'));
     score.textContent = get('predict') ? `answered ${n}: ${b} right, with ${c} right reasons` : '';

@@ -52,7 +52,7 @@ function roll(trace, pick) {
     }
     const at = trace.order.indexOf(now);
     cursor.style.display = at < 0 ? 'none' : '';
-    if (at >= 0) cursor.setAttribute('x', x(at) - (wide < 3 ? (3 - wide) / 2 : 0));
+    cursor.setAttribute('x', at < 0 ? 0 : x(at) - (wide < 3 ? (3 - wide) / 2 : 0));
     const key = s.splits.map(p => `${p[1]} ${p[2].length}`).join();
     if (key === shown) return;
     shown = key;
