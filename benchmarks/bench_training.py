@@ -21,8 +21,8 @@ def tables():
         table.add(f"MLP {d} -> {f} -> {CLASSES}, {t} tokens", *_measured(_Mlp(d, f, t)))
     for d, f, e, t in EXPERTS:
         table.add(f"MoE, top-2 of {e}, {d} -> {f} -> {d}, {t} tokens", *_measured(_Moe(d, f, t, e)))
-    table.notes.append("The same parameters and batch, losses compared first. PyTorch: autograd and torch.optim.AdamW, experts in a loop with "
-                       "index_add; the workbench runs one planned graph.")  # fmt: skip
+    table.notes.append("The same parameters and batch, losses compared first. PyTorch: autograd and torch.optim.AdamW, experts in a "
+                       "loop with index_add; the workbench runs one planned graph.")  # fmt: skip
     yield table
 
 
@@ -48,7 +48,7 @@ class _Mlp(_Case):
             h = ops.silu(ops.add(ops.mul_mat(w1, self.x), b1))
             self.loss = ops.cross_entropy_loss(ops.add(ops.mul_mat(w2, h), b2), self.y)
 
-    def theirs(self, F, p, x, y):  # noqa: N803 - PyTorch's own name
+    def theirs(self, F, p, x, y):
         return F.cross_entropy(F.silu(x @ p[0].T + p[1]) @ p[2].T + p[3], y)
 
 
@@ -60,7 +60,7 @@ class _Moe(_Case):
             h = moe.build_moe_ffn(self.x, router, moe.ExpertWeights(gate, up, down), moe.Router(n_expert, 2))
             self.loss = ops.cross_entropy_loss(ops.mul_mat(head, ops.add(h, self.x)), self.y)
 
-    def theirs(self, F, p, x, y):  # noqa: N803
+    def theirs(self, F, p, x, y):
         router, gate, up, down, head = p
         weights, chosen = (x @ router.T).softmax(-1).topk(2, -1)
         weights = weights / weights.sum(-1, keepdim=True)

@@ -52,15 +52,16 @@ def new_parameter(context: Context, rng: np.random.Generator, *ne: int, name: st
 class Trainer:
     """A graph that computes a loss, its gradients and a step of AdamW (`ggml_opt_context`).
 
-    loss: one number, made of parameters (flagged PARAM, with data) and inputs. also: other results to compute, kept readable. runner: a
-    GraphRunner, or a Scheduler; a GraphRunner on the CPU by default. Inputs are leafs without memory of their own: each step wants them all.
+    loss: one number, made of parameters (flagged PARAM, with data) and inputs. also: other results to compute, kept readable.
+    runner: a GraphRunner, or a Scheduler; a GraphRunner on the CPU by default. Inputs are leafs without memory of their own: each step
+    wants them all.
 
     Raises what `build_backward_expand` raises, and GraphError for a parameter that has no part in the loss.
     """
 
     def __init__(self, loss: Tensor, *also: Tensor, optimiser: AdamW | None = None, runner: Any = None) -> None:
         self.loss, self.optimiser, self.n_steps = loss, optimiser or AdamW(), 0
-        self.runner = runner or GraphRunner()
+        self.runner: Any = runner or GraphRunner()
         for t in (loss, *also):
             t.mark(Flag.OUTPUT)
         loss.mark(Flag.LOSS)
@@ -132,7 +133,7 @@ class Trainer:
     def _ready(self, graph: CGraph) -> Callable[[], Any]:
         """What runs the graph, which has its memory now."""
         runner = self.runner
-        if hasattr(runner, "prepare"):
+        if isinstance(runner, GraphRunner):
             runner.prepare(graph)
             return partial(runner.run, graph)
         if runner.graph is not graph or not runner.is_allocated:
@@ -147,5 +148,5 @@ class Trainer:
 
     def __repr__(self) -> str:
         n = sum(t.n_elements for t in self.parameters)
-        return (f"<Trainer {shown(self.loss.name)!r}: {n:,} numbers in {len(self.parameters)} parameters, {len(self.forward)} nodes forward, "
-                f"{len(self.graph)} in all, {self.n_steps} steps>")  # fmt: skip
+        return (f"<Trainer {shown(self.loss.name)!r}: {n:,} numbers in {len(self.parameters)} parameters, {len(self.forward)} nodes "
+                f"forward, {len(self.graph)} in all, {self.n_steps} steps>")  # fmt: skip
