@@ -81,6 +81,14 @@ class RouteTrace:
         """How often each expert of each layer was chosen: (L, n_expert)."""
         return np.stack([np.bincount(layer.ravel(), minlength=self.n_expert) for layer in self.experts])
 
+    def distinct(self, n_tokens: int) -> np.ndarray:
+        """How many different experts n consecutive tokens use together: (L,), the mean over such runs. Raises ShapeError without one."""
+        runs = self.n_tokens // n_tokens if n_tokens > 0 else 0
+        if not runs:
+            raise ShapeError(f"runs of {n_tokens} in a record of {self.n_tokens} tokens", f"1 to {self.n_tokens}")
+        used = np.sort(self.experts[:, : runs * n_tokens].reshape(self.n_layers, runs, -1), axis=-1)
+        return 1 + (np.diff(used, axis=-1) != 0).sum(-1).mean(-1)
+
     def select(self, which: Any) -> RouteTrace:
         """The tokens picked by an index, slice or mask over N."""
         domains = None if self.domains is None else self.domains[which]
