@@ -191,7 +191,7 @@ case = state.model_case()
 work = state.computing(case)
 reading = sum(t.storage is None and any(map(state.is_weight, t.src)) for t in work)
 writing = sum(t.storage is not None for t in work)
-names, causes = {t.name for t in work}, {}
+names, causes = {*state.nodes(case)}, {}
 for name, backend, cause in state.decided(case, "pass1"):
     if name in names:
         causes[cause[:5]] = causes.get(cause[:5], 0) + 1
@@ -250,7 +250,7 @@ def what_if(batch):
             "bytes copied per run": out.copied, "bytes per token": round(out.copied / batch)}
 
 widgets.Range(value=32, min=1, max=64, label="tokens in a batch").compare(
-    what_if, "At 32 a border disappears, and the copies change from activations to weights.", first=31)
+    what_if, "At 32 the CPU gets nothing more; instead of activations, weights are copied.", first=31)
 
 # %% [markdown]
 # ## 6 · Rule 0: by hand · 4 min
@@ -295,11 +295,15 @@ state.stepper(small, "pass1", other=large, title="Pass 1",
               caption="Every decision with its cause; the runs differ where a card makes an offer.")
 
 # %% [markdown]
-# Now you first. In this stepper the scheduler asks *you* before it decides: which backend, and why? It keeps the score. Do a few seeds,
-# until you make no more mistakes.
+# Now you first. The sheet shows a graph that was drawn from a seed; in the stepper below it the scheduler asks *you* before it decides: which
+# backend, and why? It keeps the score. Take other seeds, the same in both cells, until you make no more mistakes.
 
 # %%
 seed = 1                        # any whole number from 0 on: another graph
+state.sheet(state.practice(seed))
+
+# %%
+seed = 1
 state.stepper(state.practice(seed), "pass1", predict=True, title=f"Practice {seed}",
               caption="A graph drawn from a seed; the real pass is the judge.")
 

@@ -17,7 +17,7 @@ from workbench.lessons.recorded_cases import RECORDED, ggml
 from workbench.lessons.schedule_cases import CASES, random_case
 from workbench.scheduler import STAGES, Assignment, Scheduler
 from workbench.scheduler.passes import assign_by_memory, computed, is_weight, passes
-from workbench.scheduler.whatif import Case, Draft
+from workbench.scheduler.whatif import Case, Draft, tensors_of
 from workbench.tensors import Flag, Tensor, Usage, ops
 from workbench.trace import Trace
 from workbench.views.run_data import run_data
@@ -77,6 +77,9 @@ def kinds_of_sources(d: Draft) -> list[Tensor]:
 class PassLesson:
     """What the lessons on the passes share: small cases by name, what is decided up to a stage, practice drawn from a seed."""
 
+    unseen = ("a copy used twice", "views", "MLP with BLAS")
+    """The graphs of the exercises that are done on paper."""
+
     def case(self, name: str) -> Case:
         """A small case: of `schedule_cases`, or one that real ggml was recorded on."""
         return RECORDED[name] if name in RECORDED else CASES[name]
@@ -93,18 +96,18 @@ class PassLesson:
     def decided(self, case: Case, stage: str) -> list[tuple[str, str, str]]:
         """The decisions of a stage ("pass2": of all its sweeps), in order: (tensor, backend or "?", cause)."""
         scheduler, graph = case.scheduler_and_graph()
-        names = [*(b.name for b in scheduler.backends), "?"]
-        return [(d[1].name, names[d[2]], d[3]) for d in scheduler.decisions(graph) if d[0].startswith(stage)]
+        names, key = [*(b.name for b in scheduler.backends), "?"], _keys(graph)
+        return [(key[d[1]], names[d[2]], d[3]) for d in scheduler.decisions(graph) if d[0].startswith(stage)]
 
     def after(self, case: Case, stage: str) -> dict[str, tuple[str, str]]:
         """Each tensor's backend and cause when this stage is done, in order; ("?", "") where nothing is decided."""
         scheduler, graph = case.scheduler_and_graph()
-        names = [*(b.name for b in scheduler.backends), "?"]
-        out = {t.name: ("?", "") for t in (*graph.leafs, *graph.nodes)} | {t.name: (names[b], "usr") for t, b in scheduler.by_hand.items()}
+        names, key = [*(b.name for b in scheduler.backends), "?"], _keys(graph)
+        out = dict.fromkeys(key.values(), ("?", "")) | {key[t]: (names[b], "usr") for t, b in scheduler.by_hand.items() if t in key}
         last = STAGES.index(stage)
         for d in scheduler.decisions(graph):
             if d[0] in STAGES and STAGES.index(d[0]) <= last:
-                out[d[1].name] = names[d[2]], d[3]
+                out[key[d[1]]] = names[d[2]], d[3]
         return out
 
     def typed(self, *answers: Any) -> list[Any]:
@@ -116,8 +119,10 @@ class PassLesson:
         return computed(case.scheduler_and_graph()[1].nodes)
 
     def nodes(self, case: Case) -> list[str]:
-        """Their names."""
-        return [t.name for t in self.computing(case)]
+        """Their names, unique ones as in `after`."""
+        graph = case.scheduler_and_graph()[1]
+        key = _keys(graph)
+        return [key[t] for t in computed(graph.nodes)]
 
     def names(self, case: Case, stage: str) -> list[str]:
         """The backend of each of those nodes when this stage is done, "?" for none."""
@@ -129,7 +134,7 @@ class PassLesson:
         what is decided after some stages."""
         scheduler, graph = case.scheduler_and_graph()
         backends = scheduler.backends
-        after = [self.after(case, s) for s in stages]
+        after, key = [self.after(case, s) for s in stages], _keys(graph)
 
         def reads(s: Tensor) -> str:
             if s.storage is None:
@@ -138,7 +143,7 @@ class PassLesson:
             return f"{s.name} [{', '.join(b.name for b in backends if b.supports_buft(kind))}]"
 
         rows = [(t.name, t.desc, ", ".join(map(reads, t.sources())), " ".join(b.name for b in backends if not b.supports_op(t)),
-                 *(" ".join(done[t.name]) for done in after)) for t in graph.nodes]  # fmt: skip
+                 *(" ".join(done[key[t]]) for done in after)) for t in graph.nodes]  # fmt: skip
         told = f"Backends: {', '.join(b.name for b in backends)}. In brackets: who works on the memory of a weight. {case.batch} tokens."
         return table(["node", "op", "reads", "cannot", *(f"after {RULES[s][0]}" for s in stages)], rows, caption or told)
 
@@ -185,7 +190,6 @@ class Lesson08(PassLesson):
 
     sources = Case("kinds of sources", kinds_of_sources)
     without_rope = Case("kinds of sources, no rope", lambda d: kinds_of_sources(d)[:-1])
-    unseen = ("a copy used twice", "views", "MLP with BLAS")
     is_weight = staticmethod(lambda t: t is not None and is_weight(t))
 
     def quiet(self, seed: int) -> Case:
@@ -274,6 +278,16 @@ class Lesson09(PassLesson):
             questions.steps.append(case.name)
         return questions
 
+    def random_cases(self, n: int) -> list[Case]:
+        """Graphs of eight steps over one GPU and a CPU, chains and others."""
+        return [random_case(i, chain=bool(i % 2)) for i in range(n)]
+
+    def supported(self, case: Case, backend: str) -> list[bool]:
+        """For each node that computes something, whether this backend can."""
+        scheduler, graph = case.scheduler_and_graph()
+        one = next(b for b in scheduler.backends if b.name == backend)
+        return [one.supports_op(t) for t in computed(graph.nodes)]
+
     def by_stage(self, case: Case) -> dict[str, dict[str, int]]:
         """How many nodes that compute something each stage decides for good, by backend."""
         scheduler, graph = case.scheduler_and_graph()
@@ -283,3 +297,7 @@ class Lesson09(PassLesson):
         for stage, name in final.values():
             out[stage][name] += 1
         return out
+
+
+def _keys(graph: CGraph) -> dict[Tensor, str]:
+    return {t: name for name, t in tensors_of(graph).items()}
