@@ -76,10 +76,11 @@ def looking(callback, seen):
     return look
 
 
-def run(case, knife, mode, quirks):
+def run(case, knife, mode, quirks, trace=None, without=0):
     """Outputs of the runs of a case, or the error that ended them. Mode "sync": as recorded; "async": without waiting between runs
-    and with inputs overwritten as soon as a run was asked for."""
-    scheduler = sched_case.scheduler(case, quirks=quirks)
+    and with inputs overwritten as soon as a run was asked for. without: the wait that the machine leaves out."""
+    scheduler = sched_case.scheduler(case, quirks=quirks, trace=trace)
+    scheduler.machine.without_wait = without
     order = scheduler.backends if "first" in mode else scheduler.backends[::-1]
     for i, device in enumerate(order):  # computing takes much longer than copying: who does not wait is there before it
         device.speed = Speed(launch_ns=1_000_000 >> 2 * i, link_ns=10, link=1e6)

@@ -56,8 +56,8 @@ class Scheduler:
     """Runs graphs over several backends (`ggml_backend_sched_t`).
 
     backends: by priority; the last one must be a CPU. buffer_types: the compute memory of each (default: its own).
-    graph_size: most nodes and leafs. parallel: four pipeline slots instead of one. op_offload: whether backends may take
-    ops whose weights lie in host memory. quirks="ggml" reproduces ggml's hazards instead of refusing or mending them.
+    graph_size: most nodes and leafs. parallel: four pipeline slots instead of one, or as many as a number says. op_offload: whether
+    backends may take ops whose weights lie in host memory. quirks="ggml" reproduces ggml's hazards instead of refusing or mending them.
     transfer: how weights move. trace: where decisions and calls are recorded.
 
     Calls from several threads happen one after the other. Threads that write inputs of their own need a scheduler each.
@@ -67,7 +67,7 @@ class Scheduler:
     """
 
     def __init__(self, backends: Sequence[Backend], buffer_types: Sequence[BufferType] | None = None, graph_size: int = 2048, *,
-                 parallel: bool = False, op_offload: bool = True, quirks: str = "", transfer: WeightTransfer | None = None,
+                 parallel: bool | int = False, op_offload: bool = True, quirks: str = "", transfer: WeightTransfer | None = None,
                  trace: Trace | None = None) -> None:  # fmt: skip
         self.backends = list(backends)
         if strange := [b for b in self.backends if not isinstance(b, Backend)]:
@@ -84,7 +84,9 @@ class Scheduler:
         if not isinstance(graph_size, int) or graph_size < 1:
             raise ParameterError(f"graph_size={graph_size!r}", "a whole number of nodes, 1 or more")
         self.graph_size, self.op_offload, self.quirks = graph_size, op_offload, quirks
-        self.n_copies = MAX_COPIES if parallel else 1
+        self.n_copies = MAX_COPIES if parallel is True else int(parallel or 1)
+        if not 1 <= self.n_copies <= MAX_COPIES:
+            raise ParameterError(f"parallel={parallel!r}", f"True, False, or 1 to {MAX_COPIES} slots")
         turns = {id(turn): turn for turn in (threading.RLock(), *(b.turn for b in self.backends))}
         self._turns = [turns[key] for key in sorted(turns)]  # in one order for all schedulers: none waits for ever
         self.n_splittings = self.n_reservations = self.n_reallocations = 0

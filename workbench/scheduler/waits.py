@@ -11,9 +11,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from workbench.devices.backend import read_tensor
 from workbench.devices.simulated import Machine, SimulatedDevice
 from workbench.errors import ParameterError, WorkbenchError, shown
+from workbench.scheduler.cases import Case
 from workbench.scheduler.scheduler import Scheduler
+from workbench.tensors import Flag, Tensor
 from workbench.trace import Event, Trace
 
 WAITS = ("sync", "event_wait", "event_sync")
@@ -23,7 +26,7 @@ Make = Callable[[], tuple[Scheduler, Callable[[], Mapping[str, np.ndarray]]]]
 """Makes a run from nothing: a scheduler over fresh simulated devices, and what computes with it and returns results by name."""
 
 
-class Outcome(NamedTuple):
+class Ran(NamedTuple):
     """A run: its trace, its results by name (none where it stopped), what stopped it ("" for nothing), and which wait was left out."""
 
     trace: Trace
@@ -43,12 +46,36 @@ class Difference(NamedTuple):
     largest: float
 
 
+def run_of(case: Case) -> Make:
+    """One run of a case with its inputs filled; results are its outputs."""
+
+    def make() -> tuple[Scheduler, Callable[[], Mapping[str, np.ndarray]]]:
+        scheduler, graph = case.scheduler_and_graph()
+
+        def run() -> Mapping[str, np.ndarray]:
+            scheduler.alloc(graph)
+            case.write_inputs(graph)
+            scheduler.compute(graph)
+            return {t.name: _read(t, scheduler.trace) for t in graph.nodes if t.flags & Flag.OUTPUT}
+
+        return scheduler, run
+
+    return make
+
+
+def _read(tensor: Tensor, trace: Trace | None) -> np.ndarray:
+    """A result, packed; other than `Tensor.numpy` this is a call of the trace."""
+    if not tensor.is_contiguous or tensor.dtype.numpy is None:
+        return tensor.numpy()
+    return read_tensor(tensor, trace).view(tensor.dtype.numpy).reshape(tensor.shape)
+
+
 def waits(trace: Trace) -> list[Event]:
     """The waits of a recorded run in the order of the calls: number n of `outcome(make, n)` is waits(trace)[n - 1]."""
     return list(trace.of(*WAITS))
 
 
-def outcome(make: Make, without: int = 0) -> Outcome:
+def outcome(make: Make, without: int = 0) -> Ran:
     """Run what `make` makes, recorded, with wait number `without` left out (0: with all of them).
 
     Raises ParameterError where the devices are not simulated ones or there is no such wait.
@@ -69,10 +96,10 @@ def outcome(make: Make, without: int = 0) -> Outcome:
         left, machine.without_wait = machine.without_wait, 0
     if left or without < 0:
         raise ParameterError(f"wait {without} to be left out", f"1 to {len(waits(trace))}: the run has so many waits")
-    return Outcome(trace, results, error, without)
+    return Ran(trace, results, error, without)
 
 
-def differences(whole: Outcome, cut: Outcome) -> list[Difference]:
+def differences(whole: Ran, cut: Ran) -> list[Difference]:
     """The results of a run that are not, bit for bit, those of the whole run. Results that it did not get to count as all differing."""
     out = []
     for name, want in whole.results.items():
@@ -88,7 +115,7 @@ def differences(whole: Outcome, cut: Outcome) -> list[Difference]:
     return out
 
 
-def each_wait(make: Make) -> Iterator[tuple[Event, Outcome, list[Difference]]]:
+def each_wait(make: Make) -> Iterator[tuple[Event, Ran, list[Difference]]]:
     """For every wait of a run: the wait, the run without it, and what is different then."""
     whole = outcome(make)
     for n, event in enumerate(waits(whole.trace), 1):

@@ -8,7 +8,7 @@ from typing import Any
 from matplotlib.patches import Rectangle
 
 from workbench.scheduler.transfer import ExpertCopy, expert_copies
-from workbench.scheduler.waits import WAITS, Outcome, differences
+from workbench.scheduler.waits import WAITS, Ran, differences
 from workbench.views.figures import Picture, new_figure, picture
 from workbench.views.hazards import hazards
 from workbench.views.run_data import Span
@@ -106,7 +106,7 @@ def _strip(axes: Any, y: float, n: int, size: int, copies: Sequence[ExpertCopy])
 # ---- one wait less
 
 
-def missing_wait(whole: Outcome, cut: Outcome, caption: str = "") -> Stack:
+def missing_wait(whole: Ran, cut: Ran, caption: str = "") -> Stack:
     """What one missing wait did: which wait, what came too early, and what is different in the results; both runs on one clock."""
     early = hazards(cut.trace)
     which = wait_sentences(whole)[cut.without - 1]
@@ -122,13 +122,13 @@ def missing_wait(whole: Outcome, cut: Outcome, caption: str = "") -> Stack:
                  timeline(whole.trace, caption="With all waits."), timeline(cut.trace, caption=f"Without wait {cut.without}."))  # fmt: skip
 
 
-def wait_sentences(whole: Outcome) -> list[str]:
+def wait_sentences(whole: Ran) -> list[str]:
     """The waits of a run in words, in the order of the calls."""
     steps = run_steps(whole.trace, most=10**6)["steps"]
     return [s["sentence"].split(" Too early")[0].rstrip(".") for s in steps if s["event"][0] in WAITS]
 
 
-def waits_table(whole: Outcome, cuts: Sequence[Outcome], caption: str = "") -> Table:
+def waits_table(whole: Ran, cuts: Sequence[Ran], caption: str = "") -> Table:
     """Every wait that was left out in turn: what came too early, and whether a result changed."""
     says, rows = wait_sentences(whole), list[tuple[Any, ...]]()
     for cut in cuts:
