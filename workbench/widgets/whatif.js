@@ -2,7 +2,7 @@
 function render({model, el, signal}) {
   const get = name => model.get(name), controls = () => get('run').controls;
   const wish = (...what) => put(model, 'wish', [(get('wish')[0] ?? 0) + 1, ...what]);
-  const choice = (label, act) => { const select = h('select', {onchange: () => act(select.value)}); return [h('label', {}, h('span', {}, label), select), select]; };
+  const choice = (label, act) => { const select = h('select', {'aria-label': label, onchange: () => act(select.value)}); return [h('label', {}, h('span', {}, label), select), select]; };
   const fill = (select, options, value) => {                 // options: [value, text]; the choice stays while it is there
     const key = JSON.stringify(options);
     if (select.dataset.key !== key) { select.replaceChildren(...options.map(([v, text]) => h('option', {value: v}, text))); select.dataset.key = key; }
@@ -73,7 +73,7 @@ function render({model, el, signal}) {
     answer.replaceChildren(...(a.title ? [h('p', {className: 'wb-place'}, a.title),
       ...a.lines.map(([what, text]) => h('div', {}, h('b', {}, `${what}: `), text)),
       ...(a.rows.length ? [h('div', {className: 'wb-scroll', tabIndex: 0, role: 'region', 'aria-label': 'Changes that take the border away'},
-        tableOf([...a.columns, ''], a.rows.map((r, i) => [...r, h('button', {type: 'button', 'aria-label': `Try: ${r[0]}`, onclick: () => wish(...a.ways[i])}, 'try it')]),
+        tableOf(['try', ...a.columns], a.rows.map((r, i) => [h('button', {type: 'button', 'aria-label': `Try: ${r[0]}`, onclick: () => wish(...a.ways[i])}, 'try it'), ...r]),
           'What takes it away, smallest first'))] : [])] : []));
   };
   keepKeys(el);
