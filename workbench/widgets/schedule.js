@@ -30,7 +30,7 @@ function layers(trace, model, pick) {
     for (const [i] of b.boxes) home.set(i, k);
     for (const chips of Object.values(b.chips)) for (const c of chips) if (!home.has(c)) home.set(c, k);
   });
-  const canvas = h('div', {className: 'wb-scroll wb-layers', tabIndex: 0, role: 'region', 'aria-label': 'The graph, top to bottom'});
+  const canvas = h('div', {className: 'wb-scroll wb-layers', tabIndex: 0, role: 'region', 'aria-label': `${trace.title}: the graph, top to bottom`});
   let made = null, key = '', view = null, scale = 0, badges = new Map(), marked = [], box = {};
   const zoom = to => { scale = Math.max(0.15, Math.min(2, to)); size(); };
   const size = () => { if (view) { view.setAttribute('width', made.width * scale + 16); view.setAttribute('height', made.height * scale + 16); } };
@@ -127,7 +127,7 @@ const ROW = 25;
 function stages(trace, pick) {
   const {tensors} = trace.graph.data, inOrder = new Set(trace.order), rest = tensors.keys().filter(t => !inOrder.has(t)), rows = [...trace.order, ...rest];
   const columns = trace.stages.map(([, short], i) => [short, i]).filter(([, i]) => i < trace.stages.length - 1 && (i > 0 || trace.before.concat(trace.steps.map(s => s.event)).some(e => e[0] === 'assign' && e[3] === 0)));
-  const body = h('tbody', {}), box = h('div', {className: 'wb-scroll wb-stages', tabIndex: 0, role: 'region', 'aria-label': 'Backend after each stage, a row for each tensor'},
+  const body = h('tbody', {}), box = h('div', {className: 'wb-scroll wb-stages', tabIndex: 0, role: 'region', 'aria-label': `${trace.title}: backend after each stage, a row for each tensor`},
     h('table', {className: 'wb-table', 'aria-rowcount': rows.length + 1},
       h('colgroup', {}, h('col', {style: 'width:34%'}), ...columns.map(() => h('col', {})), h('col', {})),
       h('thead', {}, h('tr', {}, ...['node', ...columns.map(c => c[0]), 'split'].map(c => h('th', {scope: 'col'}, c)))), body));
@@ -245,7 +245,7 @@ function render({model, el, signal}) {
   const versus = h('div', {className: 'wb-row'}, swap, button('⇤ difference', 'previous difference (D)', () => differing(-1)), button('difference ⇥', 'next difference (d)', () => differing(1)), apart);
   const exchange = () => { if (two()) { const k = pair().at[now()]; model.set('side', get('side') === 'A' ? 'B' : 'A'); put(model, 'k', k); } };
   const say = h('div', {className: 'wb-say', role: 'status', 'aria-live': 'polite'}), also = h('div', {className: 'wb-note'});
-  const rolls = h('div', {className: 'wb-rolls'}), left = h('div', {}), right = h('div', {}), splits = h('div', {className: 'wb-scroll wb-splits', tabIndex: 0, role: 'region', 'aria-label': 'Splits so far'});
+  const rolls = h('div', {className: 'wb-rolls'}), left = h('div', {}), right = h('div', {}), splits = h('div', {className: 'wb-scroll wb-splits', tabIndex: 0, role: 'region', 'aria-label': `${get('trace').title}: splits so far`});
   const questions = quiz(model, {focus: () => bar.focus()});
   const setUp = () => {
     const trace = main(), other = beside(), counts = new Map();
