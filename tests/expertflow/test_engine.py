@@ -8,7 +8,7 @@ from workbench import models
 from workbench.devices.simulated import DeviceBuffer
 from workbench.errors import ParameterError, StorageError
 from workbench.expertflow.engine import expert_weights
-from workbench.expertflow.forecast import Forecast
+from workbench.expertflow.forecast import Forecaster
 from workbench.expertflow.observe import Gates
 from workbench.expertflow.offload import expert_bytes
 from workbench.expertflow.pool import ExpertPool
@@ -59,7 +59,7 @@ def test_any_policy_and_any_forecast_give_the_same_bits(policy, scope):
         resident = whole.text(tokens)
         whole.close()
         hot = np.arange(64).reshape(4, 16) % 7
-        run = Run(model, 0.55, policy=policy, scope=scope, hot=hot, forecast=Forecast.of_gates(Gates.of(model), window=2))
+        run = Run(model, 0.55, policy=policy, scope=scope, hot=hot, forecast=Forecaster.of_gates(Gates.of(model), window=2))
         assert np.array_equal(run.text(tokens), resident)
         counts = run.counters
         if policy in ("predicted", "plec"):

@@ -19,7 +19,7 @@ import numpy as np
 
 from workbench.devices.backend import Backend
 from workbench.expertflow.cache import ExpertCache, ExpertEvent
-from workbench.expertflow.forecast import Forecast
+from workbench.expertflow.forecast import Forecaster
 from workbench.expertflow.hosted import HostBlock, host_ns, load_ns
 from workbench.expertflow.pool import ExpertPool, SlotView
 from workbench.models.model import Model
@@ -98,7 +98,7 @@ class ExpertEngine(Mover):
 
     attaches = True
 
-    def __init__(self, pool: ExpertPool, cache: ExpertCache, forecast: Forecast | None = None, *, host_below: int | str = 0,
+    def __init__(self, pool: ExpertPool, cache: ExpertCache, forecast: Forecaster | None = None, *, host_below: int | str = 0,
                  prefetches: int = 4, staging: int = 0) -> None:  # fmt: skip
         self.pool, self.cache, self.forecast, self.host_below = pool, cache, forecast, host_below
         self.prefetches, self.staging, self.counters = prefetches, staging, Counters()
@@ -227,7 +227,7 @@ class ExpertEngine(Mover):
         self._reading = list(slots.values())
 
     def _look_ahead(self, target: Backend, visit: Visit, states: np.ndarray | None) -> None:
-        """Forecast, then use the link as long as nobody waits for it."""
+        """Forecaster, then use the link as long as nobody waits for it."""
         if self.forecast is None or states is None:
             return
         normed = states.view(np.float32).reshape(len(visit.ids), -1)

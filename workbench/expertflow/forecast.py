@@ -1,6 +1,6 @@
 """Forecasts while a model runs: after a layer's router has spoken, the experts of the layers to come.
 
-A `Forecast` turns route predictors, which are made and judged on recorded runs, into something that an engine can ask between
+A `Forecaster` turns route predictors, which are made and judged on recorded runs, into something that an engine can ask between
 two layers: it shows them what is known by now, and takes the most likely experts.
 """
 
@@ -16,7 +16,7 @@ from workbench.expertflow.predictors import GateAhead, Predictor
 from workbench.moe import RouteTrace
 
 
-class Forecast:
+class Forecaster:
     """Asks predictors about the next layers.
 
     predictors: the one that looks 1 layer ahead, 2 layers ahead, …: as many as the window is wide. fetch: experts to name per token
@@ -35,7 +35,7 @@ class Forecast:
         self.nbytes = sum(p.cost(gates, m).nbytes for p in self.predictors for m in range(len(gates.layers)) if p.speaks(m, gates))
 
     @classmethod
-    def of_gates(cls, gates: Gates, window: int = 1, fetch: int | None = None) -> Forecast:
+    def of_gates(cls, gates: Gates, window: int = 1, fetch: int | None = None) -> Forecaster:
         """The routers of the next layers on the present state: nothing is trained."""
         return cls(gates, [GateAhead(n) for n in range(1, window + 1)], fetch)
 

@@ -14,7 +14,7 @@ from workbench.devices.simulated import simulated_machine
 from workbench.errors import ModelError, ParameterError, shown
 from workbench.expertflow.cache import ExpertCache, policy_named
 from workbench.expertflow.engine import Counters, ExpertEngine, expert_weights
-from workbench.expertflow.forecast import Forecast
+from workbench.expertflow.forecast import Forecaster
 from workbench.expertflow.pool import ExpertPool
 from workbench.models import Model, Session, place_weights
 from workbench.scheduler import Scheduler
@@ -73,7 +73,7 @@ def budget_bytes(model: Model, budget: int | float | str) -> int:
     raise ParameterError(f"an expert budget of {shown(budget)!r}", 'bytes, or a share of all experts from 0 to 1 or "0%" to "100%"')
 
 
-def offload(model: Model, budget: int | float | str, *, policy: str = "lru", scope: str = "global", forecast: Forecast | None = None,
+def offload(model: Model, budget: int | float | str, *, policy: str = "lru", scope: str = "global", forecast: Forecaster | None = None,
             host_below: int | str = 0, prefetches: int = 4, backends: Sequence[Backend] | str | None = None, n_ctx: int | None = None,
             n_batch: int = 512, n_seq_max: int = 1, recording: bool = False, verify: bool = False, scrub: bool = False,
             future: Iterable[tuple[int, Sequence[int]]] | None = None, hot: np.ndarray | None = None,
