@@ -147,7 +147,8 @@ def simulate(trace: RouteTrace | Stream, costs: Costs, policy: str = "lru", slot
     """Run the routes of a trace with the costs of a configuration that has as many experts, k of them per token.
 
     policy, slots, scope, forecast, hot: as `replay`. batch: sequences side by side. host_below: missing experts with fewer tokens are
-    computed on the host and not loaded; "auto": where that is estimated to be quicker than a load. record: events of what streams and cache did. Raises ParameterError where trace and configuration do not fit.
+    computed on the host and not loaded; "auto": where that is estimated to be quicker than a load.
+    record: events of what streams and cache did. Raises ParameterError where trace and configuration do not fit.
     """
     stream = trace if isinstance(trace, Stream) else Stream(trace, batch=batch)
     routes, router = stream.trace, costs.shape.router
