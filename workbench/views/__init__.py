@@ -15,6 +15,7 @@ from workbench.views.palette import OKABE_ITO, QUANTITY, Style, style
 from workbench.views.perfetto import to_perfetto
 from workbench.views.rasters import heat_picture, raster_picture, route_steps
 from workbench.views.run_drawing import expert_picture, missing_wait, waits_table
+from workbench.views.routing import load_picture, load_table, queue_steps, router_picture, sum_steps, token_picture
 from workbench.views.run_steps import run_steps
 from workbench.views.runs import memory_map, memory_table, split_table, traffic, traffic_table
 from workbench.views.schedule_drawing import schedule_picture
@@ -25,10 +26,11 @@ from workbench.views.tables import Stack, Table, side_by_side, table
 from workbench.views.timelines import timeline, timeline_table
 from workbench.views.whatif import compare_table, optimum_table, outcome_table, placement_table, why_not_view
 
-__all__ = ["Card", "Hazard", "MemoryMap", "OKABE_ITO", "Picture", "QUANTITY", "Stack", "Style", "Table", "address_steps",
-           "arena_steps", "byte_map", "compare_table", "expand_steps", "expert_picture", "graph_data", "graph_picture", "hazards",
-           "heat_picture", "lane_picture", "layered_picture", "line_picture", "memory_map", "memory_picture", "memory_steps",
-           "memory_table", "missing_wait", "new_figure", "optimum_table", "outcome_table", "picture", "placement_table",
-           "plan_steps", "raster_picture", "record_steps", "route_steps", "run_steps", "schedule_picture", "schedule_steps",
-           "side_by_side", "split_table", "steps_picture", "style", "table", "timeline", "timeline_table", "to_perfetto",
-           "traffic", "traffic_table", "waits_table", "why_not_view"]
+__all__ = ["Card", "Hazard", "MemoryMap", "OKABE_ITO", "Picture", "QUANTITY", "Stack", "Style", "Table",
+           "address_steps", "arena_steps", "byte_map", "compare_table", "expand_steps", "expert_picture", "graph_data",
+           "graph_picture", "hazards", "heat_picture", "lane_picture", "layered_picture", "line_picture",
+           "load_picture", "load_table", "memory_map", "memory_picture", "memory_steps", "memory_table", "missing_wait",
+           "new_figure", "optimum_table", "outcome_table", "picture", "placement_table", "plan_steps", "queue_steps",
+           "raster_picture", "record_steps", "route_steps", "router_picture", "run_steps", "schedule_picture",
+           "schedule_steps", "side_by_side", "split_table", "steps_picture", "style", "sum_steps", "table", "timeline",
+           "timeline_table", "to_perfetto", "token_picture", "traffic", "traffic_table", "waits_table", "why_not_view"]

@@ -1,0 +1,128 @@
+"""What a router did, to look at: tokens coloured by expert, its probabilities, the load of each expert, queues and sums step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib.patches import Rectangle
+
+from workbench.errors import ShapeError, shown
+from workbench.views.figures import Picture, drawable, new_figure, picture
+from workbench.views.palette import QUANTITY, style
+from workbench.views.rasters import heat_picture
+from workbench.views.tables import Table, table
+
+CAUSES = {
+    "room": "Choice {rank} of ‘{word}’ is expert {e}, which has {left} of {capacity} places left: place {place}.",
+    "no limit": "Choice {rank} of ‘{word}’ is expert {e}: place {place} in its queue.",
+    "full": "Choice {rank} of ‘{word}’ is expert {e}, whose {capacity} places are taken: dropped, with weight 0.",
+    "add": "Expert {e} computes its network in full and counts for {w:.1%}. Now {share:.1%} of the weight is in the sum.",
+}
+"""Every reason for a step of `queue_steps` and `sum_steps`."""
+COLUMNS, HEIGHT = 92, 0.36  # characters in a line of `token_picture`; inches from line to line
+
+
+def token_picture(words: Sequence[str], experts: Sequence[int], caption: str, title: str = "") -> Picture:
+    """A text, each token on the colour of its expert with the expert's number below; ⏎ ends a line."""
+    places, x, y = list[tuple[float, int, str]](), 0.0, 0
+    for word in words:
+        text = drawable(word.replace("\n", "⏎").replace("\t", "→")) or " "
+        if x and x + len(text) + 1 > COLUMNS:
+            x, y = 0.0, y + 1
+        places.append((x, y, text))
+        x += max(len(text), 2) + 0.25
+        if word.endswith("\n"):
+            x, y = 0.0, y + 1
+    lines = places[-1][1] + 1 if places else 1
+    figure = new_figure(7.6, 0.15 + 0.2 * bool(title) + HEIGHT * lines, layout=None)
+    axes = figure.add_axes((0.005, 0, 0.99, 1 - 0.2 * bool(title) / figure.get_figheight()))
+    axes.set(xlim=(0, COLUMNS), ylim=(lines, 0), title="")
+    axes.axis("off")
+    if title:
+        figure.text(0.01, 0.99, shown(title, 100), va="top", size=8.5)
+    for (x, y, text), e in zip(places, experts, strict=True):
+        look, width = style(int(e)), max(len(text), 2)
+        axes.add_patch(Rectangle((x, y + 0.08), width, 0.5, fc=look.fill, ec="#333333", lw=0.3, hatch=look.hatch))
+        axes.text(x, y + 0.33, text, va="center", size=7.2, family="monospace", color=look.ink)
+        axes.text(x + width / 2, y + 0.78, str(int(e)), ha="center", va="center", size=6, color="#333333")
+    alt = f"{title or 'Tokens by expert'}. " + "; ".join(f"‘{shown(w, 20)}’ {int(e)}" for w, e in zip(words, experts))
+    return picture(figure, alt, caption)
+
+
+def router_picture(words: Sequence[str], probs: Any, experts: Any, caption: str) -> Picture:
+    """Probabilities [T, E] of all experts, a row per token; the chosen ones [T, k] are framed."""
+    probs, experts = np.asarray(probs), np.asarray(experts)
+    if probs.shape[0] != len(words) or experts.shape[:1] != probs.shape[:1]:
+        raise ShapeError(f"{len(words)} words, probs {probs.shape}, experts {experts.shape}", "one row of each per word")
+    figure = new_figure(1.7 + 0.52 * probs.shape[1], 0.9 + 0.25 * len(words))
+    axes = figure.add_subplot(xlabel="expert")
+    axes.imshow(probs, cmap=QUANTITY, vmin=0, vmax=1, aspect="auto")
+    axes.set_xticks(range(probs.shape[1]))
+    axes.set_yticks(range(len(words)), [shown(w, 14) for w in words], fontsize=7.5, family="monospace")
+    for (t, e), p in np.ndenumerate(probs):
+        axes.text(e, t, f"{p:.0%}", ha="center", va="center", size=7, color="white" if p < 0.6 else "black")
+    for t, chosen in enumerate(experts):
+        for e in chosen:
+            axes.add_patch(Rectangle((e - 0.47, t - 0.45), 0.94, 0.9, fill=False, ec="#D55E00", lw=1.8))
+    each = (f"‘{shown(w, 20)}’ chose {', '.join(f'{e} ({row[e]:.0%})' for e in chosen)}" for w, row, chosen in zip(words, probs, experts))
+    return picture(figure, f"Router probabilities: {'; '.join(each)}", caption)
+
+
+def load_picture(counts: Any, layers: Sequence[int], caption: str) -> Picture:
+    """Choices per layer and expert, (L, E), as multiples of the fair share: 100% is even."""
+    counts = np.asarray(counts, float)
+    fair = counts / counts.mean(-1, keepdims=True)
+    busiest = "; ".join(f"layer {n}: expert {int(row.argmax())} {row.max():.0%}" for n, row in zip(layers, fair))
+    alt = f"Load of each expert, 100% is its fair share. Busiest: {busiest}"
+    return heat_picture({f"layer {n}": row for n, row in zip(layers, fair)}, caption, alt, "expert", top=max(2.0, float(fair.max())))
+
+
+def load_table(taken: Sequence[int], dropped: Sequence[int] | None = None, capacity: int | None = None, caption: str = "") -> Table:
+    """Choices that each expert took, and dropped, as numbers and as bars; ▏ stands where its capacity ends."""
+    taken, lost = [int(n) for n in taken], [int(n) for n in dropped] if dropped is not None else [0] * len(taken)
+    per = max(1.0, max((a + b for a, b in zip(taken, lost)), default=1) / 40)
+    bars = ["█" * round(a / per) + ("▏" if capacity is not None and b else "") + "░" * round(b / per) for a, b in zip(taken, lost)]
+    return table(["expert", "taken", "dropped", "█ taken ░ dropped"], list(zip(range(len(taken)), taken, lost, bars)), caption)
+
+
+# ---- steps, for `widgets.Stepper`
+
+
+def queue_steps(words: Sequence[str], experts: Any, kept: Any, n_expert: int, capacity: int | None = None,
+                title: str = "Queues") -> dict[str, Any]:  # fmt: skip
+    """Choices [T, k] in the order in which experts take them, all first ones before the second; `kept` [T, k]: which were taken."""
+    experts, kept = np.asarray(experts), np.asarray(kept, bool)
+    queue, steps = [0] * n_expert, list[dict[str, Any]]()
+    for rank in range(experts.shape[1]):
+        for word, e, fits in zip(words, experts[:, rank].tolist(), kept[:, rank].tolist()):
+            label = word.replace("\n", "⏎")
+            cause = "full" if not fits else "no limit" if capacity is None else "room"
+            left = 0 if capacity is None else capacity - queue[e]
+            queue[e] += fits
+            steps.append({
+                "label": label, "cause": cause, "change": not fits,
+                "sentence": CAUSES[cause].format(rank=rank + 1, word=shown(label, 20), e=e, place=queue[e], capacity=capacity, left=left),
+                "marks": [[e, str(queue[e]) if fits else "✗", 1.0 if fits else 0.0]],
+                "table": [[str(i), str(n), "full" if n == capacity else ""] for i, n in enumerate(queue)],
+            })  # fmt: skip
+    return {"title": title, "lanes": [f"expert {e}" for e in range(n_expert)], "columns": ["expert", "taken", ""],
+            "table": "the queues after this choice", "steps": steps}  # fmt: skip
+
+
+def sum_steps(results: Any, weights: Sequence[float], title: str = "The weighted sum, expert by expert") -> dict[str, Any]:
+    """One token through all experts: their weighted results [E, D] added one after the other, as the graph's additions do."""
+    results, weights = np.asarray(results, float), [float(w) for w in weights]
+    partial, whole = np.cumsum(results, 0), np.linalg.norm(results.sum(0))
+    steps = []
+    for e, w in enumerate(weights):
+        away = np.linalg.norm(partial[-1] - partial[e]) / whole
+        steps.append({
+            "label": f"expert {e}", "cause": "add", "change": w == max(weights),
+            "sentence": CAUSES["add"].format(e=e, w=w, share=sum(weights[: e + 1])),
+            "marks": [[i, f"{v:.0%}", v] for i, v in enumerate(weights[: e + 1])],
+            "table": [["weight so far", f"{sum(weights[: e + 1]):.4f}"], ["distance to the result", f"{away:.1%}"]],
+        })  # fmt: skip
+    return {"title": title, "lanes": [f"expert {e}" for e in range(len(weights))], "columns": ["", ""], "table": "after this expert",
+            "steps": steps}  # fmt: skip
