@@ -14,8 +14,8 @@ from workbench.views.memory import MemoryMap, address_steps, arena_steps, byte_m
 from workbench.views.palette import OKABE_ITO, QUANTITY, Style, style
 from workbench.views.perfetto import to_perfetto
 from workbench.views.rasters import heat_picture, raster_picture, route_steps
-from workbench.views.run_drawing import expert_picture, missing_wait, waits_table
 from workbench.views.routing import load_picture, load_table, queue_steps, router_picture, sum_steps, token_picture
+from workbench.views.run_drawing import expert_picture, missing_wait, waits_table
 from workbench.views.run_steps import run_steps
 from workbench.views.runs import memory_map, memory_table, split_table, traffic, traffic_table
 from workbench.views.schedule_drawing import schedule_picture
