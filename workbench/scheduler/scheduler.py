@@ -401,7 +401,7 @@ class Scheduler:
     def _place(self) -> None:
         allocator, copy = self._allocator, self._copy
         plans, sizes = allocator.n_reserved, self._chunks()
-        if self._moved() or not allocator.alloc(copy):  # type: ignore[arg-type]
+        if any(elsewhere for *_, elsewhere in self.moved()) or not allocator.alloc(copy):  # type: ignore[arg-type]
             for b in self.backends:  # inputs of splits may move: nothing may be on its way
                 b.synchronize()
             allocator.reserve(copy, *self._ids)  # type: ignore[arg-type]
@@ -414,15 +414,24 @@ class Scheduler:
     def _chunks(self) -> list[list[int]]:
         return [self._allocator.chunk_sizes(i) for i in range(len(self.backends))]
 
-    def _moved(self) -> bool:
-        """Whether a position of the graph copy has another backend *and* other memory than before; where there was no such
-        position, backend 0 counts."""
+    def moved(self) -> Iterator[tuple[str, int, int, int, bool]]:
+        """Positions of the graph copy with another backend than in the graph before (`node_backend_ids` beside
+        `prev_node_backend_ids`, and those of leafs): ("node" or "leaf", position, backend now, before, whether that is other memory).
+
+        One with other memory makes the plan be made anew. Where there was no such position, backend 0 counts.
+        """
         types = [*self.buffer_types, None]  # None: of a tensor without backend
-        for now, before in zip(self._ids, self._previous_ids, strict=True):
+        for kind, now, before in zip(("node", "leaf"), *self.backend_ids, strict=True):
             before = before[: len(now)] + [0] * (len(now) - len(before))
-            if now != before and any(types[i] is not types[j] for i, j in zip(now, before, strict=True)):
-                return True
-        return False
+            if now != before:
+                for i, (b, old) in enumerate(zip(now, before, strict=True)):
+                    if b != old:
+                        yield kind, i, b, old, types[b] is not types[old]
+
+    @property
+    def backend_ids(self) -> tuple[tuple[list[int], list[int]], tuple[list[int], list[int]]]:
+        """Backends of the graph copy's (nodes, leafs): of this graph, and of the one before. A reset keeps both."""
+        return self._ids, self._previous_ids
 
     # ---- running
 
