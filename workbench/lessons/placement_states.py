@@ -195,7 +195,7 @@ class Lesson11(LaterPass):
     def open(self, case: Case) -> dict[str, int]:
         """What is still open when pass 4 begins, by kind."""
         scheduler, graph = case.scheduler_and_graph()
-        after = self.assignmentssignment(scheduler, graph)
+        after = self._assignment(scheduler, graph)
         tensors = [t for t in (*graph.leafs, *graph.nodes) if after.of.get(t, -1) == -1]
         work = {*computed(graph.nodes)}
         kinds = ["nodes that compute" if t in work else "leafs" if t.op == "NONE" else "views" for t in tensors]
@@ -232,7 +232,7 @@ class Lesson11(LaterPass):
 
     def _moments(self, case: Case) -> Iterator[tuple[Tensor, Tensor, Callable[[Tensor], int], tuple[int, str]]]:
         scheduler, graph = case.scheduler_and_graph()
-        a, at = self.assignmentssignment(scheduler, graph), 0
+        a, at = self._assignment(scheduler, graph), 0
         for _, t, b, cause in (d for d in scheduler.decisions(graph) if d[0] == "pass4"):
             at = next(i for i, n in enumerate(graph.nodes) if i >= at and (t in (n, n.view_src) or t in n.src))
             if cause in ("4.vsrc", "4.cur"):
