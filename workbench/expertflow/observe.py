@@ -31,6 +31,7 @@ class Gates:
 
     layers: which layers of the model have experts; norms (layers of the model, D); routers (expert layers, E, D); biases: one (E,)
     per expert layer, or None; choice: biases that experts are chosen by after the sigmoid (DeepSeek-V3). k: experts per token.
+    expert_bytes: of one expert as it is stored, per expert layer (empty: not known).
     """
 
     layers: tuple[int, ...]
@@ -40,6 +41,7 @@ class Gates:
     k: int
     biases: tuple[np.ndarray | None, ...]
     choice: tuple[np.ndarray | None, ...]
+    expert_bytes: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, model: Model) -> Gates:
@@ -53,9 +55,13 @@ class Gates:
             found = [model.bias(what, layer) for layer in hp.moe_layers]
             return tuple(None if t is None else np.array(t.numpy(), np.float32) for t in found)
 
+        def nbytes(layer: int) -> int:
+            merged = model.experts(layer)
+            return sum(t.nbytes for t in (merged.gate, merged.up, merged.down)) // hp.n_expert
+
         return cls(tuple(hp.moe_layers), np.stack([model.weight(norm, i).numpy() for i in range(hp.n_layer)]),
                    np.stack([model.weight("ffn_gate_inp", i).numpy() for i in hp.moe_layers]), hp.rms_eps, hp.n_expert_used,
-                   arrays("ffn_gate_inp"), arrays("exp_probs_b"))  # fmt: skip
+                   arrays("ffn_gate_inp"), arrays("exp_probs_b"), tuple(map(nbytes, hp.moe_layers)))  # fmt: skip
 
     @property
     def n_expert(self) -> int:
