@@ -140,6 +140,17 @@ def test_evaluation_changes_nothing():
     assert not same(net.values(), before) and net.trainer.evaluate(batch) < loss
 
 
+@pytest.mark.parametrize("kind", ["mlp", "moe"])
+def test_evaluation_may_come_first(kind):
+    first, plain = Net(kind), Net(kind)
+    batch = next(first.batches(1)), next(plain.batches(1))
+    first.trainer.evaluate(batch[0])
+    for _ in range(3):
+        assert first.trainer.step(batch[0]) == plain.trainer.step(batch[1])
+        first.trainer.evaluate(batch[0])
+    assert same(first.values(), plain.values())
+
+
 def test_a_reset_forgets_momenta_and_steps():
     def updates(reset):
         net = Net()

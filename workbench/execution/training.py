@@ -116,6 +116,8 @@ class Trainer:
 
     def evaluate(self, values: Mapping[Tensor, Any]) -> float:
         """The loss on a batch, and what `also` computes; the parameters stay as they are."""
+        if isinstance(self.runner, GraphRunner):
+            self.runner.prepare(self.graph)  # both graphs use its places: those of the forward graph alone would be given away twice
         return self._run(self.forward, values)
 
     def _run(self, graph: CGraph, values: Mapping[Tensor, Any], numbers: tuple[float, ...] = ()) -> float:
