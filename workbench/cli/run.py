@@ -44,7 +44,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--host-below", type=_host, default=0, metavar="TOKENS|auto",
                    help="compute missing experts with fewer tokens on the host instead of loading them (default 0: never)")  # fmt: skip
     p.add_argument("--device", default="rtx3090-pcie4", help="preset of the card (default rtx3090-pcie4)")
-    p.add_argument("--verify", action="store_true", help="compare every slot that is read with the file, and the text with a run without a budget")
+    p.add_argument("--verify", action="store_true",
+                   help="compare slots that are read with the file, and the text with that of a run without a budget")
     return p
 
 
@@ -99,7 +100,7 @@ def _report(run: Offloaded, total: int, n_tokens: int) -> str:
         ("loads waited for", f"{c.loads:,}", bytes_text(c.demand_bytes)),
         ("prefetches", f"{c.prefetches:,}", f"{bytes_text(c.speculative_bytes)}, {c.prefetched_hits:,} of them used, {c.late:,} late"),
         ("dropped forecasts", f"{c.dropped:,}", ""), ("evictions", f"{c.evictions:,}", ""),
-        ("computed on the host", f"{c.hosted:,}", ""), ("waves", f"{c.waves:,}", "groups of experts, where a batch needs more than there are slots"),
+        ("computed on the host", f"{c.hosted:,}", ""), ("waves", f"{c.waves:,}", "where a batch needs more experts than there are slots"),
         ("waits for ids", f"{c.ids_waits:,}", f"over {n_tokens:,} tokens"),
     ]  # fmt: skip
     return "\n".join(columns(rows, right=(1,)))
