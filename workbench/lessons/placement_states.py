@@ -68,6 +68,8 @@ class LaterPass(PassLesson):
     def case(self, name: str) -> Case:
         """A small case by name."""
         found = RECORDED.get(name) or OTHERS.get(name)
+        if found is None and name.startswith("drawn "):
+            found = loose_case(int(name.split()[1]))
         return found if found is not None else super().case(name)
 
     def quirky(self, case: Case) -> Case:
@@ -94,7 +96,7 @@ class LaterPass(PassLesson):
 
     def practice(self, seed: int, devices: int = 1, chain: bool = True) -> Case:
         """A graph that nobody prepared, and that leaves this lesson's pass something to do."""
-        return self.drawn(seed + 1)[-1]
+        return self.drawn(seed + 1, 3)[-1]
 
     def asked(self, case: Case) -> Asked:
         """What can be asked about a case, before this lesson's pass."""
@@ -123,6 +125,15 @@ class Lesson10(LaterPass):
     """Pass 3: who can read most, and who may move up."""
 
     UNIFIED = "one memory, two kinds of it"
+    PAPER = ("a copy used twice", "drawn 335", "drawn 168")
+    """The graphs of the exercise on paper."""
+
+    def practice(self, seed: int, devices: int = 1, chain: bool = True) -> Case:
+        """A graph that nobody prepared; in those with odd seeds somebody moves up."""
+        if seed % 2 == 0:
+            return super().practice(seed // 2)
+        moving = (c for i in count(160) for c in [loose_case(i)] if "3.upg" in {cause for _, _, cause in self.decided(c, "pass3")})
+        return next(islice(moving, seed // 2, None))
 
     def counted(self, case: Case, node: str) -> list[tuple[str, str, int, int]]:
         """For each backend before pass 3: (backend, whether it supports the node, sources it can read, bytes of those)."""

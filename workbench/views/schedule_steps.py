@@ -53,7 +53,7 @@ CAUSES = {
     "1.wgt": "{t} reads the weight {w}, its source {j}, in {memory}: {b} is the first backend that works there and supports {op}.",
     "1.wgt none": "{t} reads the weight {w}, its source {j}, in {memory}, but no backend that works there supports {op}: still open.",
     "2.sup": "{t} takes {b} from {near}, the next assigned node {way}{over}; {b} supports {op}.",
-    "3.best": "{t} was passed by in all sweeps. {b} supports {op} and can read {n} of its {sources}{more}.",
+    "3.best": "{t} was passed by in all sweeps. {b} supports {op} and {reads}{more}.",
     "3.upg": "{t} moves up from {old} to {b}, which comes earlier in the list, has the very same memory {memory}, supports {op} and reads "
              "all its sources.",
     "4.vsrc": "{t} is a view, it shows memory of {owner}: it is where {owner} is, {b}.",
@@ -275,7 +275,8 @@ class Told:
     def _best(self, t: Tensor, b: int, old: int) -> dict[str, Any]:
         n, sources = readable_sources(self.a, b, t), sum(s is not None for s in t.src)
         more = f", more than {self.backend(old)}, which would get it otherwise" if old >= 0 else ""
-        return {"n": n, "sources": f"{sources} source{'s' * (sources != 1)}", "more": more}
+        reads = f"can read {n or 'none'} of its {sources} sources" if sources != 1 else f"{'can' if n else 'cannot'} read its source"
+        return {"reads": reads, "more": more}
 
     def _rest(self, t: Tensor, b: int, cause: str, old: int) -> tuple[str, dict[str, Any]]:
         if cause == "4.vsrc":
