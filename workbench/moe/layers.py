@@ -83,8 +83,9 @@ def _share(x: Tensor, gate: Tensor, name: NameNode, layer: int) -> Tensor:
     return name(ops.div(ops.silu(z), z), "ffn_shexp_gate", layer)
 
 
-Product = Callable[[Tensor, Tensor], Tensor]
-"""Matrices of all experts [n, m, E] times rows [n, 1 or k, T] -> [m, k, T]: row (i, t) is multiplied by the i-th expert of token t."""
+Product = Callable[[Tensor, Tensor, str], Tensor]
+"""Matrices of all experts [n, m, E] times rows [n, 1 or k, T] -> [m, k, T]: row (i, t) is multiplied by the i-th expert of token t.
+The node that multiplies gets the name given."""
 
 
 def build_experts(x: Tensor, experts: ExpertWeights, routing: Routing, *, graph: Expander | None = None,
@@ -94,7 +95,7 @@ def build_experts(x: Tensor, experts: ExpertWeights, routing: Routing, *, graph:
     The sum is a chain of k - 1 additions over strided views, not a reduction.
     """
     ids = routing.experts
-    return _build(x, experts, lambda matrices, rows: ops.mul_mat_id(matrices, rows, ids),
+    return _build(x, experts, lambda matrices, rows, what: name(ops.mul_mat_id(matrices, rows, ids), what, layer),
                   lambda rows, bias: ops.add_id(rows, bias, ids), routing.weights, graph, name, layer)  # fmt: skip
 
 
@@ -108,11 +109,12 @@ def build_all_experts(x: Tensor, experts: ExpertWeights, probs: Tensor, *, graph
     if probs.ne[:2] != (n_expert, n_tokens):
         raise ShapeError(f"probs.ne={probs.ne} for {n_expert} experts and {n_tokens} tokens", f"({n_expert}, {n_tokens})")
 
-    def product(matrices: Tensor, rows: Tensor) -> Tensor:
+    def product(matrices: Tensor, rows: Tensor, what: str) -> Tensor:
         n, m, e = matrices.ne[:3]
         if rows.ne[1] == 1:  # the same row for all experts: to it they are one matrix of E · m rows
-            return ops.reshape(ops.mul_mat(ops.reshape(matrices, n, m * e), ops.reshape(rows, n, n_tokens)), m, e, n_tokens)
-        return ops.permute(ops.mul_mat(matrices, ops.permute(rows, 0, 2, 1, 3)), 0, 2, 1, 3)
+            wide = ops.mul_mat(ops.reshape(matrices, n, m * e), ops.reshape(rows, n, n_tokens))
+            return ops.reshape(name(wide, what, layer), m, e, n_tokens)
+        return ops.permute(name(ops.mul_mat(matrices, ops.permute(rows, 0, 2, 1, 3)), what, layer), 0, 2, 1, 3)
 
     weights = ops.reshape(probs, 1, n_expert, n_tokens)
     return _build(x, experts, product, ops.add, weights, graph, name, layer)
@@ -129,7 +131,7 @@ def _build(x: Tensor, experts: ExpertWeights, product: Product, add_bias: Callab
     def through(matrices: Tensor | None, rows: Tensor, what: str, bias: Tensor | None) -> Tensor | None:
         if matrices is None:
             return None
-        out = name(product(matrices, rows), f"ffn_moe_{what}", layer)
+        out = product(matrices, rows, f"ffn_moe_{what}")
         return out if bias is None else name(add_bias(out, bias), f"ffn_moe_{what}_biased", layer)
 
     up, gate = through(experts.up, row, "up", biases[1]), through(experts.gate, row, "gate", biases[0])
@@ -170,4 +172,6 @@ def build_dense_moe(x: Tensor, gate_inp: Tensor, experts: ExpertWeights, *, grap
     `build_moe_ffn` with `presets.dense` is the same by the other road: sorted ids and MUL_MAT_ID.
     """
     probs = name(ops.soft_max(name(ops.mul_mat(gate_inp, x), "ffn_moe_logits", layer)), "ffn_moe_probs", layer)
+    if graph is not None:
+        graph.build_forward_expand(probs)
     return build_all_experts(x, experts, probs, graph=graph, name=name, layer=layer)

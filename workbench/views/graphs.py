@@ -61,8 +61,9 @@ def graph_picture(nodes: Iterable[Tensor], caption: str, alt: str = "", hide_vie
     for (x, y), t in zip(places, [*parts, *outside]):
         _box(axes, x, y, t, t in outside)
     used = [k for k in KINDS if any(_kind(t) is k for t in parts)]
+    close = {"columnspacing": 0.9, "handlelength": 1.3} if len(used) > 3 and figure.get_figwidth() < 6.2 else {}
     axes.legend(handles=[Patch(fc=c, ec="#555555", label=label) for label, c, _ in used], loc="lower center", ncols=4,
-                fontsize=6.5, frameon=False, borderaxespad=0.2)  # fmt: skip
+                fontsize=6.5, frameon=False, borderaxespad=0.2, **close)  # fmt: skip
     steps = "; ".join(f"{shown(t.name)} is {t.desc} of {' and '.join(shown(_through(s, ids).name) for s in t.sources())}" for t in parts)
     return picture(figure, alt or f"Compute graph of {len(parts)} nodes, top to bottom. {steps}.", caption)
 
