@@ -102,12 +102,13 @@ def test_no_expert_lies_on_the_card_outside_its_slots(model, monkeypatch):
     run.text(model.tokenizer.encode(PROMPT), 2)
     pieces = [w.require_data().host_bytes()[w.offset + e * w.nb[2] :][:64].tobytes()
               for merged in expert_weights(model).values() for w in merged for e in range(w.ne[2])]
-    elsewhere = [b for b in buffers if b is not run.pool.buffer and b.buffer_type is run.card.buffer_type and not b.closed]
+    slots = [slot.buffer for found in run.pool.classes.values() for slot in found]
+    elsewhere = [b for b in buffers if b not in slots and b.buffer_type is run.card.buffer_type and not b.closed]
     assert elsewhere
     for b in elsewhere:
         memory = b.device_bytes().tobytes()
         assert not any(p in memory for p in pieces)
-    memory = run.pool.buffer.device_bytes().tobytes()
+    memory = b"".join(b.device_bytes().tobytes() for b in slots)
     assert any(p in memory for p in pieces)                                    # the search finds what is there
     run.close()
 
@@ -132,7 +133,7 @@ def test_an_evicted_slot_reads_as_nan_bytes():
         (layer, e), slot = next(iter(run.pool.where.items()))
         run.pool.evict(layer, e)
         run.card.synchronize()
-        assert (run.pool.buffer.device_bytes()[slot.offset : slot.offset + slot.size] == 0xFF).all() and slot.tag is None
+        assert (slot.buffer.device_bytes() == 0xFF).all() and slot.tag is None
         run.close()
 
 
@@ -155,7 +156,7 @@ def test_rearranged_weights_are_caught():
         tokens = model.tokenizer.encode(PROMPT)
         run.session.decode(tokens)
         (layer, e), slot = next(iter(run.pool.where.items()))
-        run.pool.buffer.device_bytes()[slot.offset] ^= 1
+        slot.buffer.device_bytes()[0] ^= 1
         with pytest.raises(StorageError, match=f"the slot of expert {e} of layer {layer} differs"):
             run.session.reset()
             run.session.decode(tokens)
@@ -228,4 +229,27 @@ def test_several_pools_of_sizes():
             assert pool.where[layer, 3].tag == (layer, 3, pool.where[layer, 3].load)
         with pytest.raises(StorageError):
             pool.load(0, 3)
+        run.close()
+
+
+@pytest.mark.parametrize("policy", ["lru", "lfu", "lfu_in_cache", "lru_frequency", "predicted", "plec", "static"])
+def test_a_pool_shrinks_and_grows_between_runs(policy):
+    """Memory goes back to the device, experts are evicted by the policy, and results stay what they were."""
+    with models.load("tiny-mixtral-f16") as model:
+        tokens = model.tokenizer.encode(PROMPT)
+        whole = Run(model, None)
+        resident = whole.text(tokens)
+        whole.close()
+        run = Run(model, 0.5, policy=policy, hot=np.arange(48).reshape(6, 8))
+        run.session.decode(tokens)
+        run.session.reset()
+        used, held = run.card.buffer_type.used, run.pool.nbytes
+        given = -run.engine.resize(0, -10)
+        assert given == 10 * run.pool.sizes[0] == held - run.pool.nbytes == used - run.card.buffer_type.used
+        assert np.array_equal(run.text(tokens), resident)
+        run.session.reset()
+        run.engine.resize(0, 20)
+        assert np.array_equal(run.text(tokens), resident)
+        with pytest.raises(ParameterError):
+            run.engine.resize(0, -1000)
         run.close()

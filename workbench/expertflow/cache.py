@@ -196,6 +196,22 @@ class ExpertCache:
                 if event[0] == "load":
                     return
 
+    def shed(self, layer: int, n: int) -> Iterator[ExpertEvent]:
+        """The layer's group gives up `n` slots for good, empty ones first; experts in use stay. Raises ParameterError where they
+        would not fit any more."""
+        g, _ = self._place(layer, ())
+        group, cache = self.groups[g], self.caches[g]
+        if not 0 <= n < group.slots or len(cache.busy) > group.slots - n:
+            raise ParameterError(f"{n} of {group.slots} slots to be given up", f"so many that {max(1, len(cache.busy))} stay")
+        self.groups[g] = Group(group.layers, group.slots - n)
+        yield from self._named(g, cache.resize(group.slots - n))
+
+    def widen(self, layer: int, n: int) -> None:
+        """The layer's group has `n` slots more."""
+        g, _ = self._place(layer, ())
+        self.groups[g] = Group(self.groups[g].layers, self.groups[g].slots + n)
+        self.caches[g].slots = self.groups[g].slots
+
     def forget(self, experts: Iterable[tuple[int, int]]) -> None:
         """These (layer, expert) are in no slot after all, for example since their loads failed."""
         for layer, expert in experts:

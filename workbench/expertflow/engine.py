@@ -170,6 +170,17 @@ class ExpertEngine(Mover):
         self._open, self._passing = None, []
         self.cache.forget(self.pool.forget_unfinished())
 
+    def resize(self, layer: int, n: int) -> int:
+        """The slots that this layer can use become `n` more, or fewer for a negative `n`, between two runs. Returns the bytes taken
+        from the device, negative for bytes given back."""
+        size = self.pool.sizes[layer]
+        if n < 0:
+            self._apply(self.pool.device, self.cache.shed(layer, -n))
+            return -self.pool.shrink(size, -n)
+        self.pool.grow(size, n)
+        self.cache.widen(layer, n)
+        return n * size
+
     # ---- a layer
 
     def _enter(self, target: Backend, visit: Visit, product: Tensor) -> None:

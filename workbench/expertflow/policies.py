@@ -84,6 +84,19 @@ class Cache:
         """Put `new` in the place of the key that goes first, and return that; busy keys stay. None: `new` passes through."""
         raise NotImplementedError
 
+    def resize(self, slots: int) -> Iterator[Event]:
+        """From now on there are `slots`: who goes first by the policy is evicted until the rest fits. Busy keys stay."""
+        while len(self.resident) > slots:
+            victim = self.replace(-1, self.busy)  # -1 is nobody's key: it takes the place of the victim and leaves at once
+            self.remove(-1)
+            if victim is None:  # nobody may go by the policy: the highest of those that are not busy
+                victim = max((key for key in self.resident if key not in self.busy), default=None)
+            if victim is None:
+                break
+            self.remove(victim)
+            yield "evict", victim, "fewer slots"
+        self.slots = slots
+
     def remove(self, key: int) -> None:
         """A key is in no slot any more, for reasons from outside."""
         self.resident.pop(key, None)
@@ -190,6 +203,14 @@ class HotSet(Cache):
         if new in self.hot:
             self.resident[new] = None
         return None
+
+    def resize(self, slots: int) -> Iterator[Event]:
+        """Fewer slots make a smaller hot set; more make no larger one."""
+        for key in self.hot[slots:]:
+            if key in self.resident:
+                self.remove(key)
+                yield "evict", key, "fewer slots"
+        self.hot = self.hot[:slots]
 
 
 class Belady(Cache):

@@ -33,7 +33,7 @@ class Slot:
     load that brings them; tag: whose are there now; ready: the end of that load; read: the end of the last product that reads it;
     ahead: the load was asked for before anybody wanted the expert."""
 
-    offset: int
+    buffer: Buffer
     size: int
     holds: Expert | None = None
     load: int = 0
@@ -44,27 +44,33 @@ class Slot:
 
 
 class ExpertPool:
-    """Slots for the experts of some layers on one device, in memory of a type of its own.
+    """Slots for the experts of some layers on one device. Each is a piece of memory of its own, so a pool can give some back.
+
+    Their type of memory is the pool's own (`kind`), but the bytes count against the device's limit like all others.
 
     weights: layer -> merged matrices [k, n, E] on the host, which together are its experts. budget: bytes. Layers whose experts
-    have one size share the slots of a class; classes share the budget by the bytes of their experts, and each has `least` slots. kind:
-    the memory to take (default: the device's own type). scrub: write 0xFF over what is evicted; verify: compare what a
+    have one size share the slots of a class; classes share the budget by the bytes of their experts, and each has `least` slots.
+    scrub: write 0xFF over what is evicted; verify: compare what a
     product reads with the host's bytes. Raises ParameterError, with the least budget that works.
     """
 
     def __init__(self, device: Backend, weights: Mapping[int, Sequence[Tensor]], budget: int, *, least: int = 1,
-                 kind: BufferType | None = None, scrub: bool = False, verify: bool = False) -> None:  # fmt: skip
+                 scrub: bool = False, verify: bool = False) -> None:  # fmt: skip
         self.device, self.scrub, self.verify = device, scrub, verify
         self.weights = {layer: tuple(merged) for layer, merged in weights.items()}
         self.offsets = {layer: _offsets(merged) for layer, merged in self.weights.items()}
         self.sizes = {layer: offsets[-1] for layer, offsets in self.offsets.items()}
         counts = _slots(self.sizes, {layer: merged[0].ne[2] for layer, merged in self.weights.items()}, budget, least)
-        self.buffer: Buffer = (kind or device.buffer_type).alloc_buffer(sum(size * n for size, n in counts.items()), Usage.WEIGHTS)
-        self.classes: dict[int, list[Slot]] = {}
-        at = 0
-        for size, n in counts.items():
-            self.classes[size] = [Slot(at + i * size, size) for i in range(n)]
-            at += size * n
+        memory = device.buffer_type
+        self.kind = BufferType(f"{device.name} experts", memory.alignment, memory.max_size, memory.is_host,
+                               lambda _, size, usage: memory.alloc_buffer(size, usage))  # fmt: skip
+        self.classes: dict[int, list[Slot]] = {size: [] for size in counts}
+        try:
+            for size, n in counts.items():
+                self.grow(size, n)
+        except BaseException:
+            self._free()
+            raise
         self.where: dict[Expert, Slot] = {}
         self.n_loads = 0
         self._views = {w: SlotView(self, layer, m) for layer, merged in self.weights.items() for m, w in enumerate(merged)}
@@ -74,7 +80,7 @@ class ExpertPool:
     @property
     def nbytes(self) -> int:
         """Bytes of all slots."""
-        return self.buffer.size
+        return sum(size * len(slots) for size, slots in self.classes.items())
 
     @property
     def held(self) -> int:
@@ -127,8 +133,8 @@ class ExpertPool:
         slot = self.where.pop((layer, expert))
         slot.holds = None
         if self.scrub:
-            whole = Tensor(dtype("i8"), (slot.size, 1, 1, 1)).named(f"slot at {slot.offset}")
-            whole.place(self.buffer, slot.offset)
+            whole = Tensor(dtype("i8"), (slot.size, 1, 1, 1)).named("evicted slot")
+            whole.place(slot.buffer)
             slot.ready = self._send(whole, np.full(slot.size, FRESH, np.uint8), slot.read)
             self.device.then(lambda: setattr(slot, "tag", None), copies=True)
 
@@ -136,8 +142,27 @@ class ExpertPool:
         """Matrix `m` [k, n] of the expert in a slot, as a tensor."""
         weight = self.weights[layer][m]
         t = Tensor(weight.dtype, (*weight.ne[:2], 1, 1), (*weight.nb[:3], weight.nb[2])).named(weight.name)
-        t.place(self.buffer, slot.offset + self.offsets[layer][m])
+        t.place(slot.buffer, self.offsets[layer][m])
         return t
+
+    def grow(self, size: int, n: int) -> None:
+        """Take `n` more slots of a class. Raises AllocationError where the device has no room; those taken before stay."""
+        for _ in range(n):
+            self.classes[size].append(Slot(self.kind.alloc_buffer(size, Usage.WEIGHTS), size))
+
+    def shrink(self, size: int, n: int) -> int:
+        """Give `n` slots of a class back to the device, empty ones, when all work on them is done. Returns the bytes given back.
+
+        Raises StorageError where fewer are empty: evict first.
+        """
+        empty = [slot for slot in self.classes[size] if slot.holds is None][:n]
+        if len(empty) < n:
+            raise StorageError(f"{n} slots to be given back, of which {len(empty)} are empty", "empty slots", "evict experts first")
+        self.device.synchronize()
+        for slot in empty:
+            self.classes[size].remove(slot)
+            slot.buffer.close()
+        return n * size
 
     def forget_unfinished(self) -> list[Expert]:
         """After a run that failed: give the slots back whose loads did not happen; whose they were to be."""
@@ -149,9 +174,15 @@ class ExpertPool:
     def close(self) -> None:
         """Give the memory back."""
         self.where.clear()
-        self.buffer.close()
+        self._free()
         for view in self._views.values():
             view.closed = True
+
+    def _free(self) -> None:
+        for slots in self.classes.values():
+            for slot in slots:
+                slot.buffer.close()
+            slots.clear()
 
 
 class SlotView:
@@ -163,7 +194,7 @@ class SlotView:
     def __init__(self, pool: ExpertPool, layer: int, m: int) -> None:
         weight = pool.weights[layer][m]
         self.pool, self.layer, self.m, self.weight = pool, layer, m, weight
-        self.name, self.size, self.buffer_type = f"slots of {weight.name}", weight.nbytes, pool.buffer.buffer_type
+        self.name, self.size, self.buffer_type = f"slots of {weight.name}", weight.nbytes, pool.kind
         self.shape, self.dtype, self.direct = weight.ne[::-1], weight.dtype, blas_can_read(weight)
         self.table: dict[int, tuple[Slot, int]] = {}
         self.only: Collection[int] | None = None
@@ -216,8 +247,8 @@ class SlotView:
         raise StorageError(f"matrices of {shown(self.name)} as a stack", "one expert at a time: `expert(e)`")
 
     def _verify(self, slot: Slot, e: int) -> None:
-        start = self.pool.matrix(slot, self.layer, self.m).offset
-        there = self.pool.buffer.device_bytes()[start : start + self.weight.nb[2]]
+        start = self.pool.offsets[self.layer][self.m]
+        there = slot.buffer.device_bytes()[start : start + self.weight.nb[2]]
         start = self.weight.offset + e * self.weight.nb[2]
         if not np.array_equal(there, self.weight.require_data().host_bytes()[start : start + self.weight.nb[2]]):
             raise StorageError(f"the slot of expert {e} of layer {self.layer} differs from {shown(self.weight.name)}", "a copy",
