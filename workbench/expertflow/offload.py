@@ -37,6 +37,15 @@ class Offloaded:
         """What happened, where a trace was given."""
         return self.scheduler.trace
 
+    def memory(self) -> dict[str, int]:
+        """Bytes on the device by part, as a `Monitor` accounts them."""
+        pool, session = self.engine.pool, self.session
+        buffers = getattr(session.model, "buffers", [])
+        forecast = self.engine.forecast
+        return {"weights": sum(b.size for b in buffers), "cache": pool.nbytes, "queues": 0,
+                "predictor": forecast.nbytes if forecast is not None else 0,
+                "activations": self.scheduler.buffer_size(pool.device), "kv": session.cache.nbytes}  # fmt: skip
+
     def close(self) -> None:
         """Give all memory on the device back; the model stays open."""
         self.session.close()
