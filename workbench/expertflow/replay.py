@@ -17,6 +17,10 @@ import numpy as np
 
 from workbench.errors import ParameterError, ShapeError, shown
 from workbench.expertflow.cache import RESIDENCIES, ExpertCache, ExpertEvent, Group, policy_named
+from workbench.expertflow.calibration import probability
+from workbench.expertflow.observe import Seen
+from workbench.expertflow.predictors import Predictor
+from workbench.expertflow.scoring import Choose, scores_of
 from workbench.moe import RouteTrace
 
 StepEvent = tuple[int, str, int, int, str]
@@ -43,6 +47,17 @@ class Forecast:
             raise ShapeError(f"probabilities of the forecast {shown(self.name)} that are no numbers (NaN or infinite)", "numbers from 0 on")
         if self.wanted.ndim != 3 or self.ahead < 0:
             raise ShapeError(f"a forecast of shape {self.wanted.shape}, {self.ahead} layers ahead", "(layers, tokens, experts), 0 or more")
+
+
+def forecast_of(predictor: Predictor, seen: Seen, choose: Choose) -> Forecast:
+    """What a predictor says of a run (`seen`), and which of it is to be fetched (`scoring.top(n)`, or a `Calibration`)."""
+    n = seen.n_layers
+    wanted = np.zeros((n, seen.n_tokens, seen.routes.n_expert), np.float32)
+    for m in (m for m in range(n) if predictor.speaks(m, seen.gates)):
+        scores = scores_of(predictor, seen, m)
+        wanted[m] = np.where(choose(scores, m), np.maximum(probability(scores, seen.routes.k), 1e-6), 0)
+    ahead = int(min(predictor.ahead, n - 1))
+    return Forecast(predictor.name, wanted, ahead, across=bool(np.isinf(predictor.ahead)) and predictor.reads != "token")
 
 
 @dataclass(frozen=True)
