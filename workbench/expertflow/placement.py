@@ -1,0 +1,132 @@
+"""Experts on several devices: who lives where, and who lives twice (EPLB of DeepSeek; expert placement in vLLM and SGLang).
+
+Loads decide. The most loaded experts get replicas, and each device the same number of experts with about the same load. Where
+experts stand in groups and devices in nodes, groups stay within a node, so a token that is sent to a few groups crosses few links.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from workbench.errors import ParameterError
+
+
+def pack(loads: Sequence[float] | np.ndarray, n_packs: int) -> list[list[int]]:
+    """Items into packs of equal number and about equal load: the heaviest first, each into the lightest pack that has room.
+
+    Raises ParameterError where the packs cannot have the same number.
+    """
+    loads = np.asarray(loads, np.float64)
+    if n_packs < 1 or len(loads) % n_packs:
+        raise ParameterError(f"{len(loads)} items in {n_packs} packs", "the same number in each")
+    room = len(loads) // n_packs
+    packs: list[list[int]] = [[] for _ in range(n_packs)]
+    if room == 1:  # nothing to balance
+        return [[i] for i in range(n_packs)]
+    filled = [0.0] * n_packs
+    for item in np.argsort(-loads, kind="stable").tolist():
+        p = min((p for p in range(n_packs) if len(packs[p]) < room), key=filled.__getitem__)
+        packs[p].append(item)
+        filled[p] += loads[item]
+    return packs
+
+
+def replicate(loads: Sequence[float] | np.ndarray, n_copies: int) -> list[int]:
+    """Which expert each of `n_copies` places holds: every one once, then again and again the one whose copies carry most each."""
+    loads = np.asarray(loads, np.float64)
+    if n_copies < len(loads):
+        raise ParameterError(f"{n_copies} places for {len(loads)} experts", "at least one for each")
+    holds, copies = list(range(len(loads))), np.ones(len(loads))
+    for _ in range(n_copies - len(loads)):
+        busiest = int(np.argmax(loads / copies))
+        holds.append(busiest)
+        copies[busiest] += 1
+    return holds
+
+
+@dataclass(frozen=True, eq=False)
+class Placement:
+    """Where the experts of each layer live: `holds` (layers, places), devices one after another with the same number of places each.
+
+    loads (layers, experts): what it was made for.
+    """
+
+    holds: np.ndarray
+    loads: np.ndarray
+    n_devices: int
+
+    @property
+    def copies(self) -> np.ndarray:
+        """How often each expert exists, (layers, experts)."""
+        return np.stack([np.bincount(row, minlength=self.loads.shape[1]) for row in self.holds])
+
+    def device_of_place(self) -> np.ndarray:
+        """The device of each place."""
+        return np.arange(self.holds.shape[1]) // (self.holds.shape[1] // self.n_devices)
+
+    def device_loads(self, loads: np.ndarray | None = None) -> np.ndarray:
+        """(layers, devices): an expert's load is shared evenly by its copies. loads: of another time than it was made for."""
+        loads = self.loads if loads is None else np.asarray(loads, np.float64)
+        share = np.take_along_axis(loads / self.copies, self.holds, 1)
+        return share.reshape(len(share), self.n_devices, -1).sum(2)
+
+    def imbalance(self, loads: np.ndarray | None = None) -> float:
+        """Load of the busiest device over the mean, averaged over the layers: everybody waits for the busiest."""
+        d = self.device_loads(loads)
+        return float((d.max(1) / np.maximum(d.mean(1), 1e-30)).mean())
+
+    def crossings(self, experts: np.ndarray, home: np.ndarray) -> np.ndarray:
+        """Devices other than a token's own that its experts make it visit, (layers, tokens).
+
+        experts (layers, tokens, k); home (tokens,): where each token is. A copy on the token's own device is taken where there is one;
+        else the first that exists. Each visit is a row there and a row back.
+        """
+        of_place, out = self.device_of_place(), np.zeros(experts.shape[:2], np.int64)
+        for layer, row in enumerate(self.holds):
+            on = np.zeros((self.loads.shape[1], self.n_devices), bool)
+            on[row, of_place] = True
+            at_home = on[experts[layer], home[:, None]]
+            first = on.argmax(1)[experts[layer]]
+            visited = np.zeros((experts.shape[1], self.n_devices), bool)
+            tokens = np.broadcast_to(np.arange(experts.shape[1])[:, None], first.shape)
+            visited[tokens[~at_home], first[~at_home]] = True
+            out[layer] = visited.sum(1)
+        return out
+
+
+def place(loads: np.ndarray, n_devices: int, n_places: int | None = None, *, n_groups: int = 1, n_nodes: int = 1) -> Placement:
+    """Place the experts of each layer on devices by their loads (layers, experts).
+
+    n_places: places in all, experts and replicas (default: no replicas). n_groups, n_nodes: groups of experts stay within a node; where
+    groups do not divide among the nodes, experts are placed without regard to them, as EPLB does. Raises ParameterError where numbers do not divide.
+    """
+    loads = np.asarray(loads, np.float64)
+    if loads.ndim != 2 or not loads.size or not np.isfinite(loads).all() or loads.min() < 0:
+        raise ParameterError(f"loads of shape {loads.shape}", "(layers, experts), finite and 0 or more")
+    n_experts = loads.shape[1]
+    n_places = n_experts if n_places is None else n_places
+    if n_devices < 1 or n_places % n_devices or n_places < n_experts:
+        raise ParameterError(f"{n_places} places for {n_experts} experts on {n_devices} devices",
+                             "a multiple of the devices, with a place for each expert",
+                             "more places, each with a replica, or fewer devices")  # fmt: skip
+    if n_groups % n_nodes:
+        n_groups = n_nodes = 1
+    if n_experts % n_groups or n_devices % n_nodes or n_places % n_nodes:
+        raise ParameterError(f"{n_experts} experts in {n_groups} groups, {n_devices} devices in {n_nodes} nodes", "numbers that divide")
+    return Placement(np.stack([_layer(row, n_devices, n_places, n_groups, n_nodes) for row in loads]), loads, n_devices)
+
+
+def _layer(loads: np.ndarray, n_devices: int, n_places: int, n_groups: int, n_nodes: int) -> np.ndarray:
+    """Groups to nodes, replicas within each node, then places to the node's devices."""
+    size = len(loads) // n_groups
+    out: list[int] = []
+    for groups in pack(loads.reshape(n_groups, size).sum(1), n_nodes):
+        mine = np.concatenate([np.arange(g * size, (g + 1) * size) for g in groups])
+        holds = replicate(loads[mine], n_places // n_nodes)
+        each = loads[mine] / np.bincount(holds)
+        for places in pack(each[holds], n_devices // n_nodes):
+            out += [int(mine[holds[p]]) for p in places]
+    return np.array(out)
