@@ -121,11 +121,11 @@ lesson.predict("deep")
 
 # %%
 rows = []
-for n in (2, 4, 8, 16):
+for n in (4, 8, 16):
     deep = state.deep(n)
     rows.append((n, len(deep.outcome().splits), n * 64 * 64 * 4, state.memory(deep)[0]))
 views.table(["layers", "splits", "bytes of weights", "compute memory of the card"], rows,
-            "One weight is there at a time: the next one takes the place of the last but one.")
+            "One weight at a time: each is copied to where the one before it lay.")
 
 # %% tags=["reveal"]
 small, large = (state.memory(state.deep(n))[0] for n in (4, 16))
@@ -253,7 +253,8 @@ print(inspect.getsource(Scheduler.moved))
 # It compares positions, not tensors. One more copy shifts everything behind it. So where B of our chain is moved, this is what counts as changed:
 
 # %%
-state.arrays(state.case("A B C | D | E F"), B="CPU")
+state.arrays(state.case("A B C | D | E F"), B="CPU",
+             caption="C moved to the CPU, but where it stands now a copy for the CPU stood before.")
 
 # %% [markdown]
 # llama.cpp reserves for its largest batch at the start, and then hopes that no step makes this comparison fail. `GGML_SCHED_DEBUG_REALLOC` stops the
@@ -271,7 +272,7 @@ lesson.predict("hazard")
 names = ["another graph, old plan", "a view assigned by hand", "a leaf without flag under a view"]
 rows = [(name, state.hazard(name, "ggml"), state.hazard(name, "")) for name in names]
 views.table(["hazard", 'quirks="ggml"', "default"], rows,
-            "Each result is held against a run on a plain CPU.")
+            "Held against a run on a plain CPU. Where ours stops with quirks, ggml ends the process.")
 
 # %% tags=["reveal"]
 got = state.hazard("another graph, old plan", "ggml")
@@ -290,6 +291,7 @@ lesson.reveal("hazard", "wrong" if got.startswith("wrong") else "right")
 lesson.predict("why-not")
 
 # %%
+chain = state.case("A B C | D | E F")
 answer = why_not(chain, "D")
 views.why_not_view(answer)
 
@@ -333,6 +335,7 @@ lesson.reveal("fewest", sum(best))
 # Even the article's chain could do with less. Node by node, and executed: the best placement is assigned by hand, and a run is traced.
 
 # %%
+chain = state.case("A B C | D | E F")
 views.placement_table(chain)
 
 # %%

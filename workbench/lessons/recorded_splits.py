@@ -69,7 +69,8 @@ def many_inputs_grow(d: Draft) -> Tensor:
 SPLITS = {case.name: case for case in (
     Case("abc_d_ef", abc_d_ef, denied=(("SOFT_MAX", "GPU"),)),
     Case("copy_reuse", copy_reuse, devices=2),
-    Case("pass3_mixed_blas_gpu", pass3_mixed_blas_gpu, devices="laptop,blas,cpu", batch=32, op_offload=False, denied=(("SOFT_MAX", "GPU"),)),
+    Case("pass3_mixed_blas_gpu", pass3_mixed_blas_gpu, devices="laptop,blas,cpu", batch=32, op_offload=False,
+         denied=(("SOFT_MAX", "GPU"),)),
     Case("split_on_incompatible_weight", split_on_incompatible_weight, batch=32),
     Case("many_inputs", many_inputs),
     Case("many_inputs_grow", many_inputs_grow),

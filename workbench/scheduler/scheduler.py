@@ -415,10 +415,10 @@ class Scheduler:
         return [self._allocator.chunk_sizes(i) for i in range(len(self.backends))]
 
     def moved(self) -> Iterator[tuple[str, int, int, int, bool]]:
-        """Positions of the graph copy with another backend than in the graph before (`node_backend_ids` beside
-        `prev_node_backend_ids`, and those of leafs): ("node" or "leaf", position, backend now, before, whether that is other memory).
+        """Where the graph copy has another backend than the one before (`prev_node_backend_ids`):
+        ("node" or "leaf", position, backend now, backend before, is that other memory?).
 
-        One with other memory makes the plan be made anew. Where there was no such position, backend 0 counts.
+        One position with other memory, and the plan is made anew. Where there was none, 0 counts.
         """
         types = [*self.buffer_types, None]  # None: of a tensor without backend
         for kind, now, before in zip(("node", "leaf"), *self.backend_ids, strict=True):

@@ -157,7 +157,7 @@ class Splitter:
             if a.reads(split.backend, s):
                 continue
             if is_weight(s):
-                return f"the weight {s.label} must be copied in: the memory of earlier copies can be used again"
+                return f"the weight {s.label} must be copied in: earlier copies make room first"
             if (s, split.backend) not in self.copies:
                 return f"its list of {len(split.inputs)} inputs is full"
         return ""

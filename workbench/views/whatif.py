@@ -112,7 +112,7 @@ def optimum_table(several: Iterable[Case], caption: str = "") -> Table:
     columns = ["case", "nodes", "batch", "passes, bytes", "fewest, bytes", "ratio", "passes, changes", "fewest, changes"]
     equal, worse = sum(r[3] == r[4] for r in rows), [r[3] / r[4] for r in rows if r[4]]
     said = f"In {equal} of {counted(len(rows), 'case')} the passes move as few bytes as possible"
-    said += f"; the median ratio is {median(worse):.3g}, the largest {max(worse):.3g}" if worse else ""
+    said += f"; where bytes must move, the ratio's median is {median(worse):.3g}, the largest {max(worse):.3g}" if worse else ""
     return table(columns, rows, caption or said + ".")
 
 
