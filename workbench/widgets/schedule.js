@@ -301,7 +301,8 @@ function render({model, el, signal}) {
     PageDown: () => pass(1), PageUp: () => pass(-1), m: () => matches(1), b: () => matches(-1), a: () => questions.box.querySelector('input')?.focus(), d: () => two() && differing(1), D: () => two() && differing(-1), x: () => exchange()};
   el.addEventListener('keydown', event => {
     event.stopPropagation();                         // JupyterLab would move to another cell
-    const field = event.target.closest('input, select, [role=region]') && !['a', 'n', 'p', 'm', 'b', 'd', 'D', 'x'].includes(event.key);
+    const near = event.target.closest('input, select, [role=region]');
+    const field = near && el.contains(near) && !['a', 'n', 'p', 'm', 'b', 'd', 'D', 'x'].includes(event.key);
     const typing = event.target.matches('input[type=search], select'), onButton = event.key === ' ' && event.target.tagName === 'BUTTON';
     if (act[event.key] && !field && !typing && !onButton && !event.ctrlKey && !event.altKey && !event.metaKey) { event.preventDefault(); act[event.key](); }
   });
