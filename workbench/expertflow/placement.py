@@ -100,8 +100,9 @@ class Placement:
 def place(loads: np.ndarray, n_devices: int, n_places: int | None = None, *, n_groups: int = 1, n_nodes: int = 1) -> Placement:
     """Place the experts of each layer on devices by their loads (layers, experts).
 
-    n_places: places in all, experts and replicas (default: no replicas). n_groups, n_nodes: groups of experts stay within a node; where
-    groups do not divide among the nodes, experts are placed without regard to them, as EPLB does. Raises ParameterError where numbers do not divide.
+    n_places: places in all, experts and replicas (default: no replicas). n_groups, n_nodes: groups of experts stay within a node;
+    where groups do not divide among the nodes, experts are placed without regard to them, as EPLB does. Raises ParameterError for other
+    numbers that do not divide.
     """
     loads = np.asarray(loads, np.float64)
     if loads.ndim != 2 or not loads.size or not np.isfinite(loads).all() or loads.min() < 0:
