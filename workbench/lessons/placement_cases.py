@@ -121,7 +121,15 @@ def _twice(d: Draft, x: Tensor) -> Tensor:
 
 def unflagged_leaf_under_view(d: Draft) -> Tensor:
     """A leaf without a flag, read through a view only."""
-    x = loose(d, "x", N, d.batch)
+    return _under_view(d, loose(d, "x", N, d.batch))
+
+
+def flagged_leaf_under_view(d: Draft) -> Tensor:
+    """The same leaf, marked as an input."""
+    return _under_view(d, d.input("x", N, d.batch))
+
+
+def _under_view(d: Draft, x: Tensor) -> Tensor:
     return product(d, "w0", ops.view(x, N, d.batch // 2, nb=(x.nb[1],)).named("v"), "a", "GPU")
 
 
@@ -132,11 +140,12 @@ def user_assign_view(d: Draft) -> list[Tensor]:
     return [ops.silu(v).named("y"), product(d, "w1", v, "z", rows=16)]
 
 
-def written_by_a_card(d: Draft) -> Tensor:
-    """Rows are written into a table of the user's, between two products on the card."""
-    rows = product(d, "w0", d.input("x", N, d.batch), "rows", "GPU")
-    table = d.input("table", N, 2 * d.batch)
-    filled = ops.set_rows(table, rows, d.input("places", d.batch, kind="i64")).named("filled")
+def written_by_the_host(d: Draft) -> Tensor:
+    """Two rows of a result of the card are replaced; the card cannot do that."""
+    x = d.input("x", N, d.batch)
+    table = product(d, "w0", x, "table", "GPU")
+    rows = ops.silu(ops.view(x, N, 2, nb=(x.nb[1],)).named("two of x")).named("rows")
+    filled = ops.set_rows(table, rows, d.input("places", 2, kind="i64")).named("filled")
     return product(d, "w1", filled, "y", "GPU")
 
 
@@ -156,8 +165,9 @@ OTHERS = {case.name: case for case in (
     Case("pass3_best, no mask", without_mask, devices=2, denied=(("SOFT_MAX", "GPU0"),)),
     Case("small and large sources", small_and_large, devices=2, denied=(("ROPE", "GPU0"),)),
     Case("flagged_leaf", flagged_leaf),
+    Case("flagged_leaf_under_view", flagged_leaf_under_view),
     Case("a view, not by hand", user_assign_view),
-    Case("a card writes", written_by_a_card),
+    Case("the host writes", written_by_the_host, denied=(("SET_ROWS", "GPU"),)),
 )}  # fmt: skip
 
 

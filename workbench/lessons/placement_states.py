@@ -132,7 +132,8 @@ class Lesson10(LaterPass):
         """A graph that nobody prepared; in those with odd seeds somebody moves up."""
         if seed % 2 == 0:
             return super().practice(seed // 2)
-        moving = (c for i in count(160) for c in [loose_case(i)] if "3.upg" in {cause for _, _, cause in self.decided(c, "pass3")})
+        found = ((c, self.decided(c, "pass3")) for i in count(160) for c in [loose_case(i)])
+        moving = (c for c, made in found if "3.upg" in {cause for _, _, cause in made} and len({t for t, _, _ in made}) > 1)
         return next(islice(moving, seed // 2, None))
 
     def counted(self, case: Case, node: str) -> list[tuple[str, str, int, int]]:
@@ -202,6 +203,8 @@ class Lesson11(LaterPass):
     """Pass 4: views and sources, and what ggml leaves to its callers."""
 
     stage = "pass4"
+    PAPER = ("views", "drawn 6", "drawn 11")
+    """The graphs of the exercise on paper."""
 
     def open(self, case: Case) -> dict[str, int]:
         """What is still open when pass 4 begins, by kind."""
@@ -215,6 +218,10 @@ class Lesson11(LaterPass):
     @staticmethod
     def _assignment(scheduler: Scheduler, graph: CGraph) -> Assignment:
         return Asked(scheduler, graph, "pass4").assignment
+
+    def left(self, case: Case) -> list[str]:
+        """The tensors that are open when pass 4 begins: leafs, then nodes, each in order."""
+        return [name for name, (backend, _) in self.after(case, "pass3").items() if backend == "?"]
 
     def split_of(self, case: Case) -> dict[str, str]:
         """In whose split each node stands, by name."""
