@@ -9,7 +9,7 @@
 # %% [markdown]
 # # 00 · Start here
 #
-# **45 minutes** · before it: nothing but a little Python · after it: 01, tensors
+# **50 minutes** · before it: nothing but a little Python · after it: 01, tensors
 #
 # You will run a really trained mixture-of-experts model, through a compute graph that you can read node by node, to the
 # numbers that llama.cpp gets. Then you will look at the part that gives such models their name: the experts.
@@ -122,8 +122,7 @@ views.graph_picture(
     "the gate, up and down products of the chosen experts, weighted and added.")
 
 # %% [markdown]
-# How this graph is cut into *splits* for several devices comes with the scheduler, in lessons 08 to 13; here all of it
-# runs on the CPU. That CPU has more than one core, though.
+# Here all of this runs on the CPU. That CPU has more than one core, though.
 
 # %% tags=["predict"]
 lesson.predict("threads")
@@ -134,7 +133,34 @@ cut = sum(plan.n_tasks(i) > 1 for i in range(len(state.step.graph.nodes)))
 lesson.reveal("threads", cut)
 
 # %% [markdown]
-# ## 5 · Who picks the experts? · 8 min
+# ## 5 · The same graph over two devices · 5 min
+#
+# The usual way to run such a model on a card that is too small: everything goes to the card except the experts, which stay in the host's memory
+# and are computed there (`--cpu-moe` in llama.cpp). Then the graph is cut into *splits*. A split is a run of nodes, one after the other, that one
+# device computes; before it begins, the results that it needs from the other device are copied over. A simulated card will do for this.
+
+# %% tags=["predict"]
+lesson.predict("splits")
+
+# %%
+out = state.two_devices.outcome()
+rows = [(i, s.backend, out.nodes[s.first].name, s.last - s.first, ", ".join(name for name, _ in s.inputs))
+        for i, s in enumerate(out.splits[:5])]
+views.table(["split", "device", "first node", "nodes", "copied in before"], rows,
+            "The first five splits: the embedding, attention and router, experts, and so on.")
+
+# %%
+views.schedule_picture(*state.two_devices.scheduler_and_graph(), title="One token of the tiny Mixtral",
+                       caption="All 318 nodes in order: six times to the host for the experts, and back.")
+
+# %% tags=["reveal"]
+out = state.two_devices.outcome()
+lesson.reveal("splits", len(out.splits), layers=model.hparams.n_layer, copied=out.copied)
+
+# %% [markdown]
+# Who decides all this, by which rules, and what a border costs: lessons 08 to 13.
+#
+# ## 6 · Who picks the experts? · 8 min
 #
 # Type a prompt and press *Generate*. Each token stands on the colour, and carries the number, of its first expert in the chosen layer.
 # Try a line of Python, then a verse, and compare layer 0 with layer 5. Tokens on a double line are your prompt.
@@ -173,7 +199,7 @@ _ = what_if(0)
 widgets.Range(value=1, max=4, label="last word", names=words).drive(what_if)
 
 # %% [markdown]
-# ## 6 · Active, resident, moved · 7 min
+# ## 7 · Active, resident, moved · 7 min
 #
 # Three numbers are often mixed up: the weights a token *uses*, the weights that must be *at hand*, and the bytes that *move*.
 # First, predicted numbers meet counted ones.
@@ -226,7 +252,7 @@ flops = sum(2 * w.ne[0] * w.ne[1] for w in matrices)
 lesson.reveal("hit", sum(w.nb[2] for w in matrices), flops=flops)
 
 # %% [markdown]
-# ## 7 · Step through a text · 5 min
+# ## 8 · Step through a text · 5 min
 #
 # The same text, one token at a time, in layer 5. Use the buttons, or click into the row of buttons and press ← → Home End; *n* and *p*
 # jump to the next and the previous change. The sentence names the cause.
@@ -249,7 +275,7 @@ views.heat_picture(
     "expert of layer 5", top=0.5)
 
 # %% [markdown]
-# ## 8 · Your turn · 6 min
+# ## 9 · Your turn · 6 min
 #
 # Three exercises, each a little harder. The cell below each of them compares yours with what the program says, and shows the first
 # difference. Solutions are in the folder `solutions`.
@@ -347,13 +373,14 @@ expected = [step["new"] for step in trace["steps"]]
 lesson.check("loads", lambda: loads(experts), [expected], [()], [f"all {len(experts)} tokens"])
 
 # %% [markdown]
-# ## 9 · What is what, and what comes next · 2 min
+# ## 10 · What is what, and what comes next · 2 min
 #
 # | here | in ggml, llama.cpp | left out here |
 # |---|---|---|
 # | `Tensor` | `ggml_tensor` | `extra`, the private pointer of a back end |
 # | `CGraph` | `ggml_cgraph` | gradients, until lesson 06 |
 # | `Plan` | `ggml_cplan` | abort callback, thread priorities |
+# | `Scheduler`, its splits | `ggml_backend_sched` | nothing: lessons 08 to 14 |
 # | `Session` | `llama_context` | encoder models, adapters, embeddings |
 # | `models.load` | `llama_model_load_from_file` | architectures other than `llama` and `deepseek` |
 # | the router, `moe.build_router` | `build_moe_ffn` | sigmoid gating and expert groups, until lesson 18 |

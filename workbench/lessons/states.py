@@ -12,23 +12,26 @@ import numpy as np
 
 from workbench import models, paths
 from workbench.devices import CpuBackend, Plan
+from workbench.devices.simulated import simulated_machine
 from workbench.errors import ContextClosed
 from workbench.execution import GraphRunner
 from workbench.lessons.device_states import Lesson07 as Lesson07
 from workbench.lessons.graph_states import Lesson03 as Lesson03
 from workbench.lessons.graph_states import Lesson04 as Lesson04
-from workbench.lessons.run_states import Lesson13 as Lesson13
-from workbench.lessons.run_states import Lesson14 as Lesson14
 from workbench.lessons.moe_states import Lesson15 as Lesson15
 from workbench.lessons.moe_states import Lesson16 as Lesson16
 from workbench.lessons.placement_states import Lesson10 as Lesson10
 from workbench.lessons.placement_states import Lesson11 as Lesson11
+from workbench.lessons.run_states import Lesson13 as Lesson13
+from workbench.lessons.run_states import Lesson14 as Lesson14
 from workbench.lessons.schedule_states import Lesson08 as Lesson08
 from workbench.lessons.schedule_states import Lesson09 as Lesson09
 from workbench.lessons.split_states import Lesson12 as Lesson12
 from workbench.lessons.thread_states import Lesson05 as Lesson05
 from workbench.models.session import fill_inputs
 from workbench.moe import RouteTrace
+from workbench.scheduler import Scheduler
+from workbench.scheduler.whatif import Case
 from workbench.tensors import Context, Flag, Tensor, ops
 
 DOMAINS = ("python", "english", "c", "chinese", "maths", "numeric")
@@ -92,6 +95,14 @@ class Lesson00:
         """The graph of one decode step: one token, 256 visible cells of the cache, one row of logits."""
         cache = models.KVCache(self.model.hparams, 256, self._runner.backend.buffer_type)
         return models.build_step(self.model, cache, n_tokens=1, n_kv=256, n_outputs=1)
+
+    @cached_property
+    def two_devices(self) -> Case:
+        """`step` over a simulated card and a host, which keeps all experts (llama.cpp's --cpu-moe)."""
+        devices = simulated_machine()
+        placed = models.place_weights(self.model, devices, overrides={"_exps": "CPU"})
+        step = models.build_step(placed, models.KVCache(placed.hparams, 256, placed.layer_types), 1, 256, 1)
+        return Case.of(Scheduler(devices), step.graph, "one token, experts on the host")
 
     @cached_property
     def plan(self) -> Plan:
