@@ -19,6 +19,7 @@ from workbench.cgraph import CGraph, build
 from workbench.devices import CpuBackend
 from workbench.devices.cost import preset
 from workbench.execution import GraphRunner
+from workbench.kernels.products import by_expert, id_type
 from workbench.models.session import fill_inputs
 from workbench.tensors import Context, Flag, Tensor, ops
 
@@ -189,6 +190,11 @@ class Lesson16(MoELesson):
         """Kimi K3, 896 experts of which 16 are used: (tokens, different experts on average, the same for independent draws)."""
         with (paths.models_dir() / "traces" / "kimi-k3_unique.csv").open(encoding="utf-8") as file:
             return [(int(a), int(b), int(c)) for a, b, c in list(csv.reader(file))[1:]]
+
+    def rows_by_expert(self, ids: np.ndarray, n_expert: int = 8) -> list[np.ndarray]:
+        """Choices (t · k + rank) of each expert in `ids` [T, k], grouped as MUL_MAT_ID groups them before its products."""
+        places, sizes = by_expert(np, ids.ravel().astype(id_type(n_expert)), n_expert)
+        return np.split(places, np.cumsum(sizes)[:-1])
 
     @cached_property
     def trace(self) -> moe.RouteTrace:

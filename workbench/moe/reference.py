@@ -5,7 +5,7 @@ Arrays are in NumPy's order: x [T, D], router matrix [E, D], experts' matrices [
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -27,6 +27,10 @@ def sigmoid(z: Array) -> Array:
         return 1 / (1 + np.exp(-np.asarray(z, np.float64)))
 
 
+SCORES: dict[str, Callable[[Array], Array]] = {"softmax": softmax, "sigmoid": sigmoid, "softmax_weight": np.asarray}
+"""Scores of all experts by the name of the gating; with "softmax_weight" they are the logits themselves."""
+
+
 def best(scores: Array, k: int) -> Array:
     """Indices of the k largest, best first; of equal ones the lower index first, NaN last."""
     return np.argsort(-np.asarray(scores), kind="stable")[:k]
@@ -44,7 +48,7 @@ def choose(scores: Array, router: Router) -> Array:
 
 def weigh(z: Array, router: Router, selection_bias: Array | float = 0.0) -> tuple[Array, Array]:
     """Experts and weights of one token from its logits (`build_router` without capacity)."""
-    scores = np.asarray(z) if router.gating == "softmax_weight" else {"softmax": softmax, "sigmoid": sigmoid}[router.gating](z)
+    scores = SCORES[router.gating](z)
     chosen = choose(scores + selection_bias, router)
     weights = scores[chosen]  # never of the biased scores
     if router.gating == "softmax_weight":

@@ -16,7 +16,8 @@ from workbench.views.tables import Table, table
 
 CAUSES = {
     "room": "Choice {rank} of ‘{word}’ is expert {e}, which has {left} of {capacity} places left: place {place}.",
-    "no limit": "Choice {rank} of ‘{word}’ is expert {e}: place {place} in its queue.",
+    "first": "Choice {rank} of ‘{word}’ is expert {e}, the first row for it: one more matrix to read.",
+    "no limit": "Choice {rank} of ‘{word}’ is expert {e}, which has rows already: place {place} in its queue.",
     "full": "Choice {rank} of ‘{word}’ is expert {e}, whose {capacity} places are taken: dropped, with weight 0.",
     "add": "Expert {e} computes its network in full and counts for {w:.1%}. Now {share:.1%} of the weight is in the sum.",
 }
@@ -45,7 +46,7 @@ def token_picture(words: Sequence[str], experts: Sequence[int], caption: str, ti
     for (x, y, text), e in zip(places, experts, strict=True):
         look, width = style(int(e)), max(len(text), 2)
         axes.add_patch(Rectangle((x, y + 0.08), width, 0.5, fc=look.fill, ec="#333333", lw=0.3, hatch=look.hatch))
-        axes.text(x, y + 0.33, text, va="center", size=7.2, family="monospace", color=look.ink)
+        axes.text(x, y + 0.33, text, va="center", size=8.6, family="monospace", color=look.ink)
         axes.text(x + width / 2, y + 0.78, str(int(e)), ha="center", va="center", size=6, color="#333333")
     alt = f"{title or 'Tokens by expert'}. " + "; ".join(f"‘{shown(w, 20)}’ {int(e)}" for w, e in zip(words, experts))
     return picture(figure, alt, caption)
@@ -98,11 +99,11 @@ def queue_steps(words: Sequence[str], experts: Any, kept: Any, n_expert: int, ca
     for rank in range(experts.shape[1]):
         for word, e, fits in zip(words, experts[:, rank].tolist(), kept[:, rank].tolist()):
             label = word.replace("\n", "⏎")
-            cause = "full" if not fits else "no limit" if capacity is None else "room"
+            cause = "full" if not fits else "room" if capacity is not None else "no limit" if queue[e] else "first"
             left = 0 if capacity is None else capacity - queue[e]
             queue[e] += fits
             steps.append({
-                "label": label, "cause": cause, "change": not fits,
+                "label": label, "cause": cause, "change": cause in ("full", "first"),
                 "sentence": CAUSES[cause].format(rank=rank + 1, word=shown(label, 20), e=e, place=queue[e], capacity=capacity, left=left),
                 "marks": [[e, str(queue[e]) if fits else "✗", 1.0 if fits else 0.0]],
                 "table": [[str(i), str(n), "full" if n == capacity else ""] for i, n in enumerate(queue)],
