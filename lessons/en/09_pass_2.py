@@ -99,7 +99,8 @@ lesson.predict("cpu")
 # %%
 case = state.model_case()
 rows = [(stage, *by.values()) for stage, by in state.by_stage(case).items()]
-print("the CPU's in pass 2:", *(n for n, b, _ in state.decided(case, "pass2") if b == "CPU"))
+rest = [name for name, b, _ in state.decided(case, "pass2") if b == "CPU"]
+print("the CPU's in pass 2:", *rest, sep="\n  ")
 views.table(["nodes decided by", "GPU", "CPU"], rows,
             f"{len(state.nodes(case))} nodes compute something. "
             "Pass 1 gave the CPU its experts and the embedding.")
@@ -153,10 +154,10 @@ views.table(["tokens", "CPU by pass 1", "CPU by pass 2", "GPU in all"], rows,
             "In the last layer only the wanted row is computed: a batch of 1, so its experts stay.")
 
 # %% [markdown]
-# ## 4 · Views are passed by · 4 min
+# ## 4 · Views · 4 min
 #
-# A view computes nothing: it is another description of memory that somebody else has written. The sweeps leave views out, as if they were not
-# in the line at all.
+# A view computes nothing: it is another description of memory that somebody else has written. Attention is full of them. What do the sweeps do
+# where they meet one?
 
 # %%
 attention = state.case("attention")
@@ -174,7 +175,7 @@ after = state.after(state.case("attention"), "pass2_rest_up")
 lesson.reveal("views", f"{after['v (heads)'][0]} {after['v_cont'][0]}")
 
 # %% [markdown]
-# ## 5 · BLAS counts as a GPU · 5 min
+# ## 5 · BLAS in the sweeps · 5 min
 #
 # "GPU" in the names of the sweeps means: any backend but the last. BLAS, which only multiplies, is one. No graphics card here; the weight w0 lies in
 # host memory, on which both BLAS and the CPU work. (BLAS stands first in the list.) `z` is a product of hs with itself, without a weight.
