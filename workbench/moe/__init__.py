@@ -4,7 +4,7 @@ Only graphs are built here (`build_moe_ffn` in llama.cpp); they are computed lik
 models; `reference`: both in plain NumPy; `configs`: published models as data.
 """
 
-from workbench.moe import configs, presets, reference
+from workbench.moe import balance, configs, presets, reference
 from workbench.moe.layers import (
     ExpertWeights,
     FeedForward,
@@ -18,6 +18,6 @@ from workbench.moe.layers import (
 from workbench.moe.routers import Router, Routing, build_router, name_node
 from workbench.moe.routes import RouteRecorder, RouteTrace
 
-__all__ = ["ExpertWeights", "FeedForward", "RouteRecorder", "RouteTrace", "Router", "Routing", "build_all_experts", "build_dense_moe",
-           "build_experts", "build_ffn", "build_moe_ffn", "build_router", "build_shared", "configs", "name_node",
+__all__ = ["ExpertWeights", "FeedForward", "RouteRecorder", "RouteTrace", "Router", "Routing", "balance", "build_all_experts",
+           "build_dense_moe", "build_experts", "build_ffn", "build_moe_ffn", "build_router", "build_shared", "configs", "name_node",
            "presets", "reference"]  # fmt: skip
