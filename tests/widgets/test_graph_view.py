@@ -7,10 +7,12 @@ import subprocess
 import pytest
 
 from tests.cgraph.random_graphs import random_graph
+from tests.cgraph.test_gradients import network
 from tests.views.graphs import HOSTILE, MODELS, mlp, model_step, planned_step
 from workbench.cgraph import build
 from workbench.errors import ParameterError
 from workbench.trace import Trace
+from workbench.views.gradient_steps import backward_steps
 from workbench.views.graph_layout import stack
 from workbench.views.steps import expand_steps, memory_steps, plan_steps, state
 from workbench.widgets import GraphView, step_expand, step_memory, step_plan
@@ -31,7 +33,8 @@ def javascript(files, expression, given):
 def test_states_in_the_browser_are_those_of_python():
     _, _, plan, runner = planned_step()
     graphs = [random_graph(seed) for seed in range(4)]
-    traces = [expand_steps(mlp()), *(expand_steps(g.nodes[-1]) for g in graphs), *(memory_steps(g) for g in graphs), plan_steps(plan)]
+    traces = [expand_steps(mlp()), *(expand_steps(g.nodes[-1]) for g in graphs), *(memory_steps(g) for g in graphs), plan_steps(plan),
+              backward_steps(build(network()[1]))]
     found = javascript(("common", "graph_scene", "step_pictures"), "given.map(t => t.steps.map((_, k) => stateAt(t, k)))", traces)
     assert found == [[state(t, k) for k in range(len(t["steps"]))] for t in traces]
     runner.close()

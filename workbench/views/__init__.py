@@ -5,11 +5,12 @@ Everything here returns something a cell can show, with text beside the picture,
 
 from workbench.views.cards import Card
 from workbench.views.figures import Picture, new_figure, picture
+from workbench.views.gradient_steps import backward_steps
 from workbench.views.graph_data import graph_data
 from workbench.views.graph_drawing import layered_picture
 from workbench.views.graphs import graph_picture
 from workbench.views.hazards import Hazard, hazards
-from workbench.views.lines import lane_picture, line_picture
+from workbench.views.lines import curves_picture, lane_picture, line_picture
 from workbench.views.memory import MemoryMap, address_steps, arena_steps, byte_map, memory_picture
 from workbench.views.palette import OKABE_ITO, QUANTITY, Style, style
 from workbench.views.perfetto import to_perfetto
@@ -26,11 +27,11 @@ from workbench.views.tables import Stack, Table, side_by_side, table
 from workbench.views.timelines import timeline, timeline_table
 from workbench.views.whatif import compare_table, optimum_table, outcome_table, placement_table, why_not_view
 
-__all__ = ["Card", "Hazard", "MemoryMap", "OKABE_ITO", "Picture", "QUANTITY", "Stack", "Style", "Table",
-           "address_steps", "arena_steps", "byte_map", "compare_table", "expand_steps", "expert_picture", "graph_data",
-           "graph_picture", "hazards", "heat_picture", "lane_picture", "layered_picture", "line_picture",
+__all__ = ["Card", "Hazard", "MemoryMap", "OKABE_ITO", "Picture", "QUANTITY", "Stack", "Style", "Table", "address_steps",
+           "arena_steps", "backward_steps", "byte_map", "compare_table", "curves_picture", "expand_steps", "expert_picture",
+           "graph_data", "graph_picture", "hazards", "heat_picture", "lane_picture", "layered_picture", "line_picture",
            "load_picture", "load_table", "memory_map", "memory_picture", "memory_steps", "memory_table", "missing_wait",
            "new_figure", "optimum_table", "outcome_table", "picture", "placement_table", "plan_steps", "queue_steps",
-           "raster_picture", "record_steps", "route_steps", "router_picture", "run_steps", "schedule_picture",
-           "schedule_steps", "side_by_side", "split_table", "steps_picture", "style", "sum_steps", "table", "timeline",
-           "timeline_table", "to_perfetto", "token_picture", "traffic", "traffic_table", "waits_table", "why_not_view"]
+           "raster_picture", "record_steps", "route_steps", "router_picture", "run_steps", "schedule_picture", "schedule_steps",
+           "side_by_side", "split_table", "steps_picture", "style", "sum_steps", "table", "timeline", "timeline_table",
+           "to_perfetto", "token_picture", "traffic", "traffic_table", "waits_table", "why_not_view"]  # fmt: skip

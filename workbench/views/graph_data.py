@@ -19,10 +19,11 @@ from workbench.views.palette import OKABE_ITO, ink_on, style
 
 MAX_SIZE = 2**31 - 1
 CLASSES = [  # what an op does to numbers: letter, label, colour, ops
-    ("M", "product with weights", OKABE_ITO[1], {"MUL_MAT", "MUL_MAT_ID", "OUT_PROD"}),
-    ("R", "chooses or fetches rows", OKABE_ITO[0], {"ARGSORT", "TOP_K", "GET_ROWS", "SET_ROWS", "ARGMAX"}),
+    ("M", "product with weights", OKABE_ITO[1], {"MUL_MAT", "MUL_MAT_ID", "OUT_PROD", "MUL_MAT_ID_BACK", "OUT_PROD_ID"}),
+    ("R", "chooses or fetches rows", OKABE_ITO[0], {"ARGSORT", "TOP_K", "GET_ROWS", "SET_ROWS", "ARGMAX", "GET_ROWS_BACK"}),
     ("N", "adds up or normalises rows", OKABE_ITO[6],
-     {"SOFT_MAX", "SUM_ROWS", "CUMSUM", "RMS_NORM", "NORM", "L2_NORM", "MEAN", "SUM", "CROSS_ENTROPY_LOSS"}),
+     {"SOFT_MAX", "SUM_ROWS", "CUMSUM", "RMS_NORM", "NORM", "L2_NORM", "MEAN", "SUM", "CROSS_ENTROPY_LOSS",
+      "SOFT_MAX_BACK", "RMS_NORM_BACK", "REPEAT_BACK", "CROSS_ENTROPY_LOSS_BACK"}),
     ("V", "view: no work", "#FFFFFF", {"VIEW", "RESHAPE", "PERMUTE", "TRANSPOSE"}),
     ("C", "copies", OKABE_ITO[3], {"CPY", "CONT", "DUP", "CONCAT", "REPEAT"}),
     ("E", "element by element", "#D9D9D9", set()),

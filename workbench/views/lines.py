@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+import numpy as np
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter, NullLocator
 
 from workbench.errors import shown
 from workbench.views.figures import Picture, new_figure, picture
@@ -39,6 +41,30 @@ def line_picture(panels: Mapping[str, Mapping[str, Curve]], caption: str, alt: s
                 axis.set_minor_locator(NullLocator())
         axes.grid(color="#dddddd", lw=0.6)
     axes.legend(fontsize=8)
+    return picture(figure, alt, caption)
+
+
+def curves_picture(panels: Mapping[str, Mapping[str, Sequence[Sequence[float]]]], caption: str, alt: str, xlabel: str = "step",
+                   ylabel: str = "loss", every: int = 1, log: bool = True) -> Picture:  # fmt: skip
+    """Runs over steps, one panel per title: label -> runs (seeds), drawn as the median with a band from the lowest to the highest.
+
+    every: steps between two points. Curves differ by colour and by dash; the labels stand in the legend in their order.
+    """
+    figure = new_figure(7.4, 3.1)
+    for axes, (title, curves) in zip(figure.subplots(1, len(panels), squeeze=False, sharey=True)[0], panels.items()):
+        for (colour, dash), (label, runs) in zip(itertools.cycle(LINES), curves.items()):
+            values = np.asarray(runs, float)
+            x = every * (1 + np.arange(values.shape[-1]))
+            axes.plot(x, np.median(values, 0), dash, color=colour, label=shown(label, 60), lw=1.7)
+            if len(values) > 1:
+                axes.fill_between(x, values.min(0), values.max(0), color=colour, alpha=0.15, lw=0)
+        axes.set(title=shown(title), xlabel=xlabel, ylabel=ylabel if axes.get_subplotspec().is_first_col() else "",
+                 yscale="log" if log else "linear")
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.yaxis.set_minor_formatter(NullFormatter())
+        axes.grid(color="#dddddd", lw=0.6)
+        if len(curves) > 1:
+            axes.legend(fontsize=7.5)
     return picture(figure, alt, caption)
 
 

@@ -30,7 +30,7 @@ def steps_picture(trace: Steps, caption: str, k: int | None = None) -> Picture:
         from workbench.views.run_drawing import draw_run
 
         return draw_run(trace, k, caption)
-    return {"expand": _expand, "packing": _packing, "plan": _plan, "list": _list}[trace["kind"]](trace, k, caption)
+    return {"expand": _expand, "backward": _expand, "packing": _packing, "plan": _plan, "list": _list}[trace["kind"]](trace, k, caption)
 
 
 def _expand(trace: Steps, k: int, caption: str) -> Picture:

@@ -80,6 +80,32 @@ class Range(Shown):
         return f"<div><b>{html.escape(self.stored_text().splitlines()[0])}</b></div>{self.below}"
 
 
+class Live(Shown):
+    """A place for a view that code draws again and again while a later cell runs; `waiting` stands there until the first one."""
+
+    _esm = script("controls")
+    kind = traitlets.Unicode("knobs").tag(sync=True)
+    knobs = traitlets.List().tag(sync=True)
+    values = traitlets.List().tag(sync=True)
+    below = traitlets.Unicode("").tag(sync=True)
+
+    def __init__(self, waiting: str) -> None:
+        self._said = waiting
+        super().__init__(below=f"<p>{html.escape(waiting)}</p>")
+
+    def draw(self, view: Any) -> None:
+        """Show a view of `workbench.views` in the place of the one before."""
+        self._said, self.below = repr(view), view.html()
+
+    def stored_text(self) -> str:
+        """The view, in words."""
+        return self._said
+
+    def stored_html(self) -> str:
+        """The view."""
+        return self.below
+
+
 class Knobs(Shown):
     """Several labelled sliders over one view: `knobs` [[label, min, max, names]], a value for each in `values`.
 

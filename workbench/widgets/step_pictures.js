@@ -1,6 +1,7 @@
 // Pictures of steps that are a fold over events: `stateAt(trace, k)` is `workbench.views.steps.state`, line by line; a test compares them.
 const START = {
   expand: trace => ({stack: [], visited: [], nodes: [...trace.old.nodes], leafs: [...trace.old.leafs], now: -1, user: -1}),
+  backward: trace => ({stack: [], needs: [], grads: [], nodes: [...trace.old.nodes], leafs: [...trace.old.leafs], now: -1, user: -1}),
   packing: () => ({live: {}, gone: [], high: [], alone: 0, now: -1, at: -1}),
   plan: () => ({tasks: [], job: -1}),
   list: () => ({events: []}),
@@ -12,6 +13,18 @@ const FOLD = {
     if (kind === 'enter') { s.stack.push(t); s.visited.push(t); }
     if (kind === 'enter' || kind === 'seen') s.user = rest[0];
     else { s.stack.pop(); s[kind + 's'].push(t); }
+  },
+  backward(s, [kind, t, ...rest]) {                 // grads: [tensor, its gradient], the latest last
+    s.now = t;
+    s.user = -1;
+    if (kind === 'needs') s.needs.push(t);
+    else if (kind === 'seed') { s.leafs.push(rest[0]); s.grads.push([t, rest[0]]); }
+    else if (kind === 'grad') {
+      const [grad, node, ...made] = rest;
+      s.user = node;
+      s.nodes.push(...made);
+      s.grads = [...s.grads.filter(g => g[0] !== t), [t, grad]];
+    }
   },
   packing(s, [kind, t, ...more]) {                  // live: tensor -> [chunk, offset, bytes, first node]
     const at = more.pop();
@@ -131,6 +144,11 @@ const TABLES = {
     return [['', 'stack', 'nodes', 'leafs'], Array.from({length: n}, (_, i) => [String(i), name(s.stack[i]), name(s.nodes[i]), name(s.leafs[i])]),
       `visited ${s.visited.length} of ${trace.graph.data.tensors.length}; stack ${s.stack.length}, nodes ${s.nodes.length}, leafs ${s.leafs.length}`];
   },
+  backward(trace, s) {
+    const name = t => trace.graph.data.tensors[t].name, have = new Map(s.grads), all = [...new Set([...s.needs, ...have.keys()])];
+    return [['needs a gradient', 'has'], all.map(t => [name(t), have.has(t) ? name(have.get(t)) : '']),
+      `${all.length} need a gradient, ${have.size} have one; ${s.nodes.length - trace.old.nodes.length} nodes added`];
+  },
   packing(trace, s) {
     const rows = Object.entries(s.live).map(([t, [chunk, offset, size, from]]) => [chunk, offset, size, +t, from]).sort((a, b) => a[0] - b[0] || a[1] - b[1]);
     const used = rows.reduce((n, r) => n + r[2], 0), size = s.high.reduce((a, b) => a + b, 0);
@@ -146,6 +164,6 @@ const TABLES = {
   },
   list: (trace, s) => [trace.columns, s.events.map((e, i) => [String(i + 1), e.join(' '), trace.steps[i].cause]), trace.table],
 };
-const FOLDED = {expand: expandPicture, packing: packingPicture, plan: planPicture, list: listPicture};
+const FOLDED = {expand: expandPicture, backward: expandPicture, packing: packingPicture, plan: planPicture, list: listPicture};
 const pictureAt = (trace, k, looks, zoom) => (FOLDED[trace.kind] ?? (trace.kind === 'memory' ? memory : raster))(trace, k, looks, zoom);
 const tableAt = (trace, k) => trace.kind in TABLES ? TABLES[trace.kind](trace, stateAt(trace, k)) : [trace.columns, trace.steps[k].table, trace.table];

@@ -1,4 +1,4 @@
-"""Ready steppers: expanding a graph, packing its memory, the plan over threads, the calls of a run over devices."""
+"""Ready steppers: expanding a graph forwards and backwards, packing its memory, the plan over threads, the calls of a run over devices."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from workbench.devices import HOST_MEMORY, BufferType, Plan
 from workbench.scheduler.waits import Make, outcome
 from workbench.tensors import Tensor
 from workbench.trace import Trace
+from workbench.views.gradient_steps import backward_steps
 from workbench.views.run_drawing import missing_wait, wait_sentences
 from workbench.views.run_steps import run_steps
 from workbench.views.steps import expand_steps, memory_steps, plan_steps
@@ -22,6 +23,14 @@ def step_expand(*tensors: Tensor, graph: CGraph | None = None, title: str = "Exp
     Nothing is changed: neither names and flags of the tensors nor `graph`, which may hold something already.
     """
     return Stepper(expand_steps(*tensors, graph=graph, title=title), caption)
+
+
+def step_backward(graph: Any, title: str = "Expanding backwards", caption: str = "", k: int = 0) -> Stepper:
+    """Step through `build_backward_expand` of a graph (or a loss): what needs a gradient, and who gets one out of which node.
+
+    Nothing is changed. k: the step shown first.
+    """
+    return Stepper(backward_steps(graph, title), caption, k=k)
 
 
 def step_memory(graph: Any, buffer_type: BufferType = HOST_MEMORY, title: str = "Packing memory", caption: str = "") -> Stepper:
