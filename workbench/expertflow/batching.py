@@ -1,0 +1,176 @@
+"""Token scheduling: tokens of several requests wait for each other in queues, one per expert, so that a load serves many (the seed's 3.3, 4.3).
+
+The unit is a micro-batch of several requests in one layer. A token with k experts stands in k queues of its layer and is joined from
+their results before its sequence goes on; a sequence has one token on its way at a time, so a single stream finds nobody to wait for.
+
+`TokenQueues` only decides. Who computes, and what time it is, is somebody else's business: `serving` runs it over recorded routes with the
+costs of a published model, `segments` over real tensors.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from workbench.errors import ParameterError
+from workbench.expertflow.timing import Costs
+
+FOREVER = 1 << 62
+
+
+class Waiting(NamedTuple):
+    """A token in a queue: its number, which of its k experts this is, and since when it waits."""
+
+    token: int
+    rank: int
+    since: int
+
+
+class Batch(NamedTuple):
+    """Tokens that one expert computes together, and why now: "waited", "full", "pays" or "idle"."""
+
+    layer: int
+    expert: int
+    tokens: tuple[Waiting, ...]
+    cause: str
+
+
+@dataclass(frozen=True)
+class Limits:
+    """When a queue is served.
+
+    capacity: tokens in a queue; one that is full is served at once. max_wait: nanoseconds that a token may wait, counted from the
+    oldest in the queue. threshold: tokens from which an expert that is not resident is worth its load (None: from the costs, see
+    `worthwhile`). merge: most queues of a layer that are served in one go where all are short.
+    """
+
+    capacity: int = 32
+    max_wait: int = 10_000_000
+    threshold: int | None = None
+    merge: int = 1
+
+    def __post_init__(self) -> None:
+        if self.capacity < 1 or self.max_wait < 0 or self.merge < 1 or (self.threshold is not None and self.threshold < 1):
+            raise ParameterError(f"capacity={self.capacity}, max_wait={self.max_wait}, threshold={self.threshold}, merge={self.merge}",
+                                 "a capacity, a threshold and a number of queues of 1 or more, a wait of 0 ns or more",
+                                 "max_wait=batching.FOREVER waits as long as there is something else to do")  # fmt: skip
+
+
+LATENCY = Limits(capacity=8, max_wait=0)
+"""Nobody waits: a queue is served as soon as the device is free (the seed's latency class)."""
+THROUGHPUT = Limits(capacity=64, max_wait=FOREVER, merge=4)
+"""Waiting is free: queues fill up as long as there is anything else to do (the seed's throughput class)."""
+
+
+def worthwhile(costs: Costs, most: int = 4096) -> int:
+    """The fewest tokens B with B · T_compute(B) > T_load, where T_compute(B) is the time per token in a batch of B (the seed's rule).
+
+    B · T_compute(B) is the time of the whole batch, so this is the batch whose computation hides the next load. Up to `most`, where even that
+    is not enough.
+    """
+    low, high = 1, most
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if costs.expert(middle) > costs.load else (middle + 1, high)
+    return low
+
+
+class TokenQueues:
+    """A queue for each expert of each layer, and the rules by which they are served.
+
+    k: experts of a token; resident: asked whether (layer, expert) is in a slot; wanted: asked how likely it is to be used soon, for which
+    of two equals comes first. waits: the longest that each served token had waited.
+    """
+
+    def __init__(self, limits: Limits, k: int, threshold: int, resident: Callable[[int, int], bool] = lambda layer, expert: False,
+                 wanted: Callable[[int, int], float] = lambda layer, expert: 0.0) -> None:  # fmt: skip
+        self.limits, self.k, self.resident, self.wanted = limits, k, resident, wanted
+        self.threshold = limits.threshold or threshold
+        self.queues: dict[tuple[int, int], deque[Waiting]] = {}
+        self.missing: dict[int, int] = {}  # token -> results still to come
+        self.longest_wait = 0
+
+    @property
+    def n_waiting(self) -> int:
+        """Places in queues that are taken."""
+        return sum(map(len, self.queues.values()))
+
+    def lengths(self) -> dict[tuple[int, int], int]:
+        """Tokens in each queue that has any."""
+        return {key: len(q) for key, q in self.queues.items()}
+
+    def add(self, token: int, layer: int, experts: Sequence[int], now: int) -> None:
+        """A token stands in the queues of its experts. Raises ParameterError for one that waits already, or for other than k experts."""
+        if token in self.missing or len(set(experts)) != self.k:
+            raise ParameterError(f"token {token} with experts {list(experts)}", f"{self.k} different experts, and one layer at a time",
+                                 "a token goes on when it was joined")  # fmt: skip
+        self.missing[token] = self.k
+        for rank, expert in enumerate(experts):
+            self.queues.setdefault((layer, int(expert)), deque()).append(Waiting(token, rank, now))
+
+    def cancel(self, token: int) -> None:
+        """A request is withdrawn: its token leaves all queues, and late results of it are dropped."""
+        self.missing.pop(token, None)
+        for key in list(self.queues):
+            left = deque(w for w in self.queues[key] if w.token != token)
+            if left:
+                self.queues[key] = left
+            else:
+                del self.queues[key]
+
+    def done(self, tokens: Iterable[int]) -> list[int]:
+        """Results of one expert are there; the tokens whose last result that was, which are joined now."""
+        joined = []
+        for token in tokens:
+            if token not in self.missing:
+                continue  # withdrawn meanwhile
+            self.missing[token] -= 1
+            if not self.missing[token]:
+                del self.missing[token]
+                joined.append(token)
+        return joined
+
+    def due(self) -> int:
+        """When the next token has waited as long as it may; FOREVER where nobody waits for that."""
+        if self.limits.max_wait >= FOREVER or not self.queues:
+            return FOREVER
+        return min(q[0].since for q in self.queues.values()) + self.limits.max_wait
+
+    def next(self, now: int, idle: bool, blocked: Callable[[int, int], bool] = lambda layer, expert: False) -> list[Batch]:
+        """What to serve now: one queue, or several short ones of a layer; nothing where waiting is better.
+
+        Whoever has waited too long comes first, the oldest of them; then full queues; then those that pay: of resident experts, or as long as
+        the threshold; what is wanted soon first, then the longest. idle: nothing else can be done, so waiting gains nothing. blocked:
+        queues that cannot be served now.
+        """
+        can = [key for key in self.queues if not blocked(*key)]
+        if not can:
+            return []
+        queues = self.queues
+        oldest = min(can, key=lambda key: (queues[key][0].since, key))
+        if self.limits.max_wait < FOREVER and now - queues[oldest][0].since >= self.limits.max_wait:
+            return self._serve(oldest, "waited", now)
+        full = [key for key in can if len(queues[key]) >= self.limits.capacity]
+        pays = [key for key in can if len(queues[key]) >= (1 if self.resident(*key) else self.threshold)]
+        for keys, cause in ((full, "full"), (pays, "pays"), (can if idle else [], "idle")):
+            if keys:
+                best = min(keys, key=lambda key: (not self.resident(*key), -self.wanted(*key), -len(queues[key]), queues[key][0].since, key))
+                return self._serve(best, cause, now)
+        return []
+
+    def _serve(self, first: tuple[int, int], cause: str, now: int) -> list[Batch]:
+        keys = [first]
+        if self.limits.merge > 1 and len(self.queues[first]) < self.threshold:
+            short = [key for key in self.queues if key[0] == first[0] and key != first and len(self.queues[key]) < self.threshold]
+            keys += sorted(short, key=lambda key: (-len(self.queues[key]), key))[: self.limits.merge - 1]
+        return [self._take(key, cause if key == first else "merged", now) for key in keys]
+
+    def _take(self, key: tuple[int, int], cause: str, now: int) -> Batch:
+        queue = self.queues[key]
+        tokens = tuple(queue.popleft() for _ in range(min(len(queue), self.limits.capacity)))
+        if not queue:
+            del self.queues[key]
+        self.longest_wait = max([self.longest_wait, *(now - w.since for w in tokens)])
+        return Batch(*key, tokens, cause)
