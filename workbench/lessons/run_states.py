@@ -13,7 +13,8 @@ import numpy as np
 from workbench import models, paths
 from workbench.cgraph import build
 from workbench.devices.cost import Speed
-from workbench.devices.simulated import SimulatedDevice, simulated_machine
+from workbench.devices.simulated import simulated_machine
+from workbench.errors import ParameterError
 from workbench.lessons.schedule_cases import CASES
 from workbench.models.planning import plan_schedule
 from workbench.models.session import fill_inputs
@@ -24,7 +25,7 @@ from workbench.scheduler.whatif import Case, Draft
 from workbench.tensors import Flag, Tensor, ops
 from workbench.trace import Trace
 from workbench.views import hazards
-from workbench.views.run_data import HOST, Run, run_data
+from workbench.views.run_data import HOST, Run, nbytes, run_data
 from workbench.views.run_steps import run_steps
 
 TEXT = "Once upon a time there was a little dog who liked to run in the park with his friend and a big red ball. One day "
@@ -316,20 +317,30 @@ class Lesson14(RunLesson):
     """llama.cpp pull request 4918 (January 2024): Llama 7B Q4_0 on a 3090 Ti and a 3080, micro-batches of 256 tokens; tokens per second
     by length of the prompt, before and after."""
 
-    def prompt(self, n_batches: int, slots: int = 4, cards: int = 2, shares: Sequence[float] | None = None, n_tokens: int = 32,
-               wait: bool = False, without: int = 0) -> Piped:  # fmt: skip
+    def prompt(self, n_batches: int, slots: int = 4, cards: int = 2, shares: Sequence[float] = (3, 4), n_tokens: int = 32,
+               wait: bool = False) -> Piped:  # fmt: skip
         """`n_batches` batches of `n_tokens` tokens through the Mixtral, one after another, without waiting between them unless `wait`.
 
-        slots: of the pipeline (1: none). shares: how the layers are divided (default: evenly). without: the wait to be left out.
+        slots: of the pipeline (1: none). shares: how the layers and the output are divided. A run is kept: the same call gives it again.
         """
+        key = n_batches, slots, cards, tuple(shares), n_tokens, wait
+        if key not in self._runs:
+            self._runs[key] = self._prompt(*key)
+        return self._runs[key]
+
+    @cached_property
+    def _runs(self) -> dict[Any, Piped]:
+        return {}
+
+    def _prompt(self, n_batches: int, slots: int, cards: int, shares: Sequence[float], n_tokens: int, wait: bool) -> Piped:
         backends = simulated_machine(cards)
-        placed = models.place_weights(self.model, backends, shares=shares or [3] * (cards - 1) + [4])
+        placed = models.place_weights(self.model, backends, shares=shares)
         scheduler, machine = Scheduler(backends, parallel=slots), backends[0].machine
         n_ctx = -(-n_batches * n_tokens // 256) * 256
         cache = models.KVCache(self.model.hparams, n_ctx, placed.layer_types)
         steps = [models.build_step(placed, cache, n_tokens, n_ctx, 1) for _ in range(n_batches)]
         scheduler.reserve(steps[0].graph)
-        scheduler.trace, start, machine.without_wait = Trace("virtual"), machine.now, without
+        scheduler.trace, start = Trace("virtual"), machine.now
         tokens = self.tokens(n_batches * n_tokens)
         for i, step in enumerate(steps):
             at, seq = np.arange(i * n_tokens, (i + 1) * n_tokens), np.zeros(n_tokens, np.int64)
@@ -340,10 +351,8 @@ class Lesson14(RunLesson):
             if wait:
                 scheduler.synchronize()
         scheduler.synchronize()
-        machine.without_wait, ns = 0, machine.now - start
         memory = {b.name: scheduler.buffer_size(i) for i, b in enumerate(backends)}
-        with np.errstate(all="ignore"):
-            return Piped(scheduler.trace, ns, steps[-1].logits.numpy().copy(), memory)
+        return Piped(scheduler.trace, machine.now - start, steps[-1].logits.numpy().copy(), memory)
 
     @staticmethod
     def stages(piped: Piped) -> dict[str, float]:
@@ -369,36 +378,80 @@ class Lesson14(RunLesson):
                 out.setdefault((original, names[int(d["backend"])]), []).append(str(d["copy"]))
         return out
 
+    @staticmethod
+    def bytes_per_slot(piped: Piped) -> dict[str, int]:
+        """What one slot more takes on each device: every tensor that has a copy for each slot, rounded up to the memory's alignment."""
+        sizes = {t["name"]: nbytes(t) for t in (piped.trace.graph or {})["tensors"]}
+        align = {kind.name: kind.alignment for kind in (b.buffer_type for b in simulated_machine(len(piped.memory) - 1))}
+        out = dict.fromkeys(piped.memory, 0)
+        for name, device in Lesson14.copies(piped):
+            out[device] += -(-sizes[name] // align[device]) * align[device]
+        return out
+
+    def planned(self, cards: int, n_gpu_layers: int, n_layer: int, overrides: Sequence[str]) -> bool:
+        """Whether the planner pipelines the Mixtral with these options."""
+        if n_layer != self.model.hparams.n_layer:
+            raise ParameterError(f"{n_layer} layers", f"{self.model.hparams.n_layer}, as the Mixtral has")
+        devices = "two-rtx3090" if cards == 2 else "rtx3090-pcie4"
+        return bool(self.plan(devices, n_gpu_layers=n_gpu_layers, overrides=dict.fromkeys(overrides, "CPU")).pipelined)
+
     def plan(self, devices: str = "two-rtx3090", **options: Any) -> Any:
         """What the planner says of the Mixtral on a machine, with llama.cpp's options (`workbench schedule`)."""
         return plan_schedule(str(paths.models_dir() / "tiny-mixtral-f16.gguf"), devices, batch=64, context=256, **options)
 
-    def ideal(self, n_batches: int, work: Sequence[int], slots: int) -> int:
-        """When `n_batches` batches are through a pipeline of cards that take `work` nanoseconds each, in a real run where copies and
-        waiting cost nothing."""
-        free = Speed(launch_ns=0, flops=1e12, memory=1e12, link=1e12, link_ns=0)
-        backends = simulated_machine(len(work), speed=free, offload_min_batch=None)
-        for backend, ns in zip(backends, work):
-            backend.speed = replace(free, launch_ns=ns)
-        backends[-1].speed = free
-        for b in backends:
-            if isinstance(b, SimulatedDevice) and hasattr(b.buffer_type, "speed"):
-                b.buffer_type.speed = free
-        case = Case("chain of cards", _Cards(len(work)), len(work))
-        draft = Draft(case, {b.name: b.buffer_type for b in backends})
-        with draft.context.active():
-            results = [case.recipe(draft) for _ in range(n_batches)]
-        scheduler, machine = Scheduler(backends, parallel=slots), backends[0].machine
-        start = -1
-        for result in results:
-            graph = build(result.mark(Flag.OUTPUT))  # type: ignore[union-attr]
-            scheduler.reset()
-            scheduler.alloc(graph)
-            start = machine.now if start < 0 else start
-            case.write_inputs(graph)
-            scheduler.compute_async(graph)
-        scheduler.synchronize()
-        return machine.now - start
+    def chain(self, n_batches: int, work: Sequence[int], slots: int = 4, link_ns: int = 0, wait: bool = False) -> Make:
+        """A run of `n_batches` batches over as many cards as there are numbers in `work`: nanoseconds that each card takes for one batch.
+
+        Each card makes one product; the last one keeps the result of every batch in a memory of its own, as a cache does. link_ns: what
+        each copy takes. wait: after each batch.
+        """
+
+        def make() -> tuple[Scheduler, Callable[[], Mapping[str, np.ndarray]]]:
+            free = Speed(launch_ns=0, flops=1e12, memory=1e12, link=1e12, link_ns=link_ns)
+            backends = simulated_machine(len(work), offload_min_batch=None)
+            for b, ns in zip(backends, [*work[:-1], work[-1] // 2, 0]):  # the last card also keeps the result
+                b.speed = replace(free, launch_ns=ns)
+                b.buffer_type.speed = free  # type: ignore[attr-defined]
+            case, last = Case("chain", _Cards(len(work)), len(work)), backends[-2].buffer_type
+            draft = Draft(case, {b.name: b.buffer_type for b in backends})
+            kept = draft.context.new_tensor("f32", 8, 4 * n_batches, name="kept")
+            kept.place(last.alloc_buffer(kept.nbytes))
+            graphs = []
+            with draft.context.active():
+                for i in range(n_batches):
+                    y = _Cards(len(work))(draft)
+                    graphs.append(build(ops.cpy(y, ops.view(kept, 8, 4, nb=(kept.nb[1],), offset=i * 4 * kept.nb[1])).named("keep")))
+            scheduler = Scheduler(backends, parallel=slots)
+
+            def run() -> Mapping[str, np.ndarray]:
+                for i, graph in enumerate(graphs):
+                    scheduler.reset()
+                    scheduler.alloc(graph)
+                    case.write_inputs(graph, seed=i)
+                    scheduler.compute_async(graph)
+                    if wait:
+                        scheduler.synchronize()
+                scheduler.synchronize()
+                return {f"batch {i}": rows for i, rows in enumerate(np.split(kept.numpy(), n_batches))}
+
+            return scheduler, run
+
+        return make
+
+    @staticmethod
+    def took(trace: Trace) -> int:
+        """Nanoseconds from the first run to the end of the last work on a card."""
+        return max(e.end for e in trace.of("busy", "sync")) - next(e.start for e in trace.of("run"))
+
+    @staticmethod
+    def starts(trace: Trace) -> list[list[int]]:
+        """When each card begins with each batch: one list for each card, in nanoseconds from the first."""
+        begun: dict[str, dict[int, int]] = {}
+        for s in run_data(trace).spans:
+            if s.lane[0].startswith("GPU") and not s.copy_name:
+                begun.setdefault(s.lane[0], {}).setdefault(s.run, s.start)
+        zero = min(at for runs in begun.values() for at in runs.values())
+        return [[at - zero for at in runs.values()] for _, runs in sorted(begun.items())]
 
 
 @dataclass(frozen=True)
