@@ -1,4 +1,4 @@
-"""Token scheduling: tokens of several requests wait for each other in queues, one per expert, so that a load serves many (the seed's 3.3, 4.3).
+"""Token scheduling: tokens of several requests wait for each other in queues, one per expert (the seed's sections 3.3 and 4.3).
 
 The unit is a micro-batch of several requests in one layer. A token with k experts stands in k queues of its layer and is joined from
 their results before its sequence goes on; a sequence has one token on its way at a time, so a single stream finds nobody to wait for.
@@ -67,8 +67,8 @@ THROUGHPUT = Limits(capacity=64, max_wait=FOREVER, merge=4)
 def worthwhile(costs: Costs, most: int = 4096) -> int:
     """The fewest tokens B with B · T_compute(B) > T_load, where T_compute(B) is the time per token in a batch of B (the seed's rule).
 
-    B · T_compute(B) is the time of the whole batch, so this is the batch whose computation hides the next load. Up to `most`, where even that
-    is not enough.
+    B · T_compute(B) is the time of the whole batch, so this is the batch whose computation hides the next load. At most `most`, where
+    even that is not enough.
     """
     low, high = 1, most
     while low < high:
@@ -141,9 +141,9 @@ class TokenQueues:
     def next(self, now: int, idle: bool, blocked: Callable[[int, int], bool] = lambda layer, expert: False) -> list[Batch]:
         """What to serve now: one queue, or several short ones of a layer; nothing where waiting is better.
 
-        Whoever has waited too long comes first, the oldest of them; then full queues; then those that pay: of resident experts, or as long as
-        the threshold; what is wanted soon first, then the longest. idle: nothing else can be done, so waiting gains nothing. blocked:
-        queues that cannot be served now.
+        Whoever has waited too long comes first, the oldest of them; then full queues; then those that pay: of resident experts, or as
+        long as the threshold; what is wanted soon first, then the longest. idle: nothing else can be done, so waiting gains nothing.
+        blocked: queues that cannot be served now.
         """
         can = [key for key in self.queues if not blocked(*key)]
         if not can:
@@ -156,9 +156,13 @@ class TokenQueues:
         pays = [key for key in can if len(queues[key]) >= (1 if self.resident(*key) else self.threshold)]
         for keys, cause in ((full, "full"), (pays, "pays"), (can if idle else [], "idle")):
             if keys:
-                best = min(keys, key=lambda key: (not self.resident(*key), -self.wanted(*key), -len(queues[key]), queues[key][0].since, key))
-                return self._serve(best, cause, now)
+                return self._serve(min(keys, key=self._place), cause, now)
         return []
+
+    def _place(self, key: tuple[int, int]) -> tuple[float, ...]:
+        """Lowest first: resident, wanted soon, long, old."""
+        queue = self.queues[key]
+        return (not self.resident(*key), -self.wanted(*key), -len(queue), queue[0].since, *key)
 
     def _serve(self, first: tuple[int, int], cause: str, now: int) -> list[Batch]:
         keys = [first]

@@ -178,6 +178,14 @@ class ExpertCache:
         self.caches[g].busy = keys if self.together else keys[-1:]
         yield from self._named(g, self.caches[g].serve([sorted(keys)] if self.together else [[key] for key in keys]))
 
+    def bring(self, layer: int, expert: int, in_use: Iterable[tuple[int, int]] = ()) -> Iterator[ExpertEvent]:
+        """One expert by itself, while those `in_use`, of any layers, must stay (they count as used now)."""
+        g, keys = self._place(layer, [expert])
+        keys += [key for other, e in in_use for h, [key] in [self._place(other, [e])] if h == g and key not in keys]
+        if len(keys) > self.groups[g].slots:
+            raise ParameterError(f"{len(keys)} experts in use", f"at most {self.groups[g].slots}, the slots there are")
+        yield from self._named(g, self.caches[g].serve([sorted(keys)]))
+
     def done(self, layer: int, expert: int) -> None:
         """An expert was computed with, and its slot may be taken."""
         g, [key] = self._place(layer, [expert])

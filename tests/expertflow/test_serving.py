@@ -1,0 +1,59 @@
+"""Serving in virtual time: what holds for any limits, and what waiting does and does not gain."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from workbench.errors import ParameterError
+from workbench.expertflow import sources
+from workbench.expertflow.batching import FOREVER, LATENCY, THROUGHPUT, Limits
+from workbench.expertflow.serving import serve
+from workbench.expertflow.timing import costs
+
+COSTS = costs("Mixtral-8x7B", kind="q4_0")
+ROUTES = sources.load("tiny-mixtral").trace
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 12), st.integers(1, 5), st.sampled_from([0, 10**6, 10**7, FOREVER]), st.integers(1, 40), st.integers(1, 4), st.integers(4, 48),
+       st.sampled_from([0, 10**7]), st.sampled_from(["lru", "lfu"]))
+def test_every_request_gets_its_tokens(n, tokens, max_wait, capacity, merge, slots, every, policy):
+    out = serve(ROUTES, COSTS, Limits(capacity, max_wait, None, merge), slots, n_requests=n, n_tokens=tokens, every=every, policy=policy)
+    assert out.n_tokens == len(out.latencies) == n * tokens and min(out.latencies) > 0
+    assert sum(size for size, _ in out.batches) == n * tokens * ROUTES.n_layers * ROUTES.k      # each token by each of its experts, once
+    assert max(size for size, _ in out.batches) <= min(capacity, n)
+    assert out.ns >= out.busy and out.loads >= len({e for layer in ROUTES.experts for e in layer[:1].ravel().tolist()}) // 2
+
+
+def test_a_single_stream_gains_nothing_from_waiting():
+    fast, slow = (serve(ROUTES, COSTS, limits, 24, n_requests=1) for limits in (LATENCY, Limits(32, 50_000_000)))
+    assert slow.batch == fast.batch == 1.0
+    assert slow.throughput <= fast.throughput * 1.02
+
+
+def test_several_streams_share_loads():
+    one, many = (serve(ROUTES, COSTS, LATENCY, 24, n_requests=n) for n in (1, 32))
+    assert many.batch > 3 and many.loads_per_token < one.loads_per_token / 2
+    assert many.throughput > 2 * one.throughput and many.latency() > one.latency()      # throughput is paid for with latency
+
+
+def test_nobody_waits_much_longer_than_the_limit():
+    """Overdue queues go oldest first, so a token waits at most for one load and one batch of each other queue besides."""
+    limit, n = 20_000_000, 8
+    out = serve(ROUTES, COSTS, Limits(64, limit), 24, n_requests=n)
+    assert out.longest_wait <= limit + n * ROUTES.k * (COSTS.load + COSTS.expert(n)) + COSTS.attention(n) + COSTS.ids(n)
+
+
+def test_waiting_for_ever_can_be_slower_than_not_waiting():
+    assert serve(ROUTES, COSTS, THROUGHPUT, 24, n_requests=32).throughput < serve(ROUTES, COSTS, LATENCY, 24, n_requests=32).throughput
+
+
+@pytest.mark.parametrize("wrong", [{"n_requests": 0}, {"n_requests": 1000}, {"n_tokens": 0}, {"every": -1}])
+def test_bad_requests(wrong):
+    with pytest.raises(ParameterError):
+        serve(ROUTES, COSTS, LATENCY, 24, **wrong)
+
+
+def test_a_configuration_must_fit_the_trace():
+    with pytest.raises(ParameterError):
+        serve(ROUTES, costs("LLaMA-MoE-v1-3.5B"), LATENCY, 24)

@@ -1,0 +1,188 @@
+"""Requests served side by side in virtual time: arrivals, token queues, one device, one link, and a cache of experts.
+
+Routes come from a trace, each request being one of its sequences; bytes and operations from a named published configuration
+(`timing`). Only the traced layers run, so times are scaled to the layers of the configuration. A request decodes one token after the
+other: its next one begins when the last layer has joined the one before.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from workbench.errors import ParameterError
+from workbench.expertflow.batching import FOREVER, Batch, Limits, TokenQueues, worthwhile
+from workbench.expertflow.cache import ExpertCache
+from workbench.expertflow.timing import Costs
+from workbench.moe import RouteTrace
+
+
+@dataclass
+class Served:
+    """What serving took. latencies: nanoseconds from a token's begin to its last layer, scaled; ns: the whole, scaled.
+
+    batches: sizes of the expert batches with their causes; loads: of experts; lengths: (time, places taken in queues) now and then.
+    """
+
+    costs: Costs
+    n_tokens: int = 0
+    ns: int = 0
+    busy: int = 0
+    scale: float = 1.0
+    loads: int = 0
+    longest_wait: int = 0
+    latencies: list[int] = field(default_factory=list)
+    batches: list[tuple[int, str]] = field(default_factory=list)
+    lengths: list[tuple[int, int]] = field(default_factory=list)
+
+    @property
+    def throughput(self) -> float:
+        """Tokens per second of the whole configuration."""
+        return self.n_tokens / (self.ns / 1e9)
+
+    def latency(self, share: float = 0.5) -> float:
+        """Milliseconds per token, the median or another quantile."""
+        return float(np.quantile(self.latencies, share)) / 1e6
+
+    @property
+    def batch(self) -> float:
+        """Tokens per expert batch, on average."""
+        return float(np.mean([n for n, _ in self.batches]))
+
+    @property
+    def loads_per_token(self) -> float:
+        """Expert loads per token of the whole configuration."""
+        return self.loads * self.scale / self.n_tokens
+
+    def causes(self) -> dict[str, int]:
+        """How many batches were served for which reason."""
+        out: dict[str, int] = {}
+        for _, cause in self.batches:
+            out[cause] = out.get(cause, 0) + 1
+        return out
+
+
+def serve(trace: RouteTrace, costs: Costs, limits: Limits, slots: int, *, n_requests: int = 8, n_tokens: int = 16, every: int = 0,
+          policy: str = "lru", sequences: Sequence[int] | None = None) -> Served:  # fmt: skip
+    """Serve `n_requests` sequences of a trace, `n_tokens` tokens each, one arriving every `every` nanoseconds.
+
+    limits: of the queues; slots: of all layers together, as many as k at least. Raises ParameterError where the trace has fewer sequences.
+    """
+    return _Server(trace, costs, limits, slots, n_requests, n_tokens, every, policy, sequences).run()
+
+
+class _Server:
+    """now: of the device; link: when it is free; ready: when a load ends; prepared: tokens whose attention can run, by layer."""
+
+    def __init__(self, trace: RouteTrace, costs: Costs, limits: Limits, slots: int, n_requests: int, n_tokens: int, every: int, policy: str,
+                 sequences: Sequence[int] | None) -> None:  # fmt: skip
+        numbers = np.unique(trace.sequences) if sequences is None else np.asarray(sequences)
+        if not 1 <= n_requests <= len(numbers) or n_tokens < 1 or every < 0:
+            raise ParameterError(f"{n_requests} requests of {n_tokens} tokens", f"1 to {len(numbers)} requests, 1 token or more")
+        if (trace.n_expert, trace.k) != (costs.shape.router.n_expert, costs.shape.router.n_used):
+            raise ParameterError(f"routes with {trace.k} of {trace.n_expert} experts", f"those of {costs.name}")
+        rows = [np.flatnonzero(trace.sequences == s)[:n_tokens] for s in numbers[:n_requests]]
+        self.routes = [trace.experts[:, r].astype(int) for r in rows]  # (layers, tokens, k) of each request
+        self.costs, self.n_layers = costs, trace.n_layers
+        self.scale = costs.shape.n_moe / trace.n_layers
+        self.cache = ExpertCache(policy, slots, trace.n_layers, trace.n_expert, scope="global", together=False)
+        self.queues = TokenQueues(limits, trace.k, worthwhile(costs), self._is_there)
+        self.at_once = 2 if slots > 2 + limits.merge else 1  # expert batches that are under way
+        self.now = self.link = 0
+        self.ready: dict[tuple[int, int], int] = {}
+        self.arrivals = [(i * every, i) for i in range(n_requests)]
+        heapq.heapify(self.arrivals)
+        self.at = [0] * n_requests  # token of each request
+        self.layer = [0] * n_requests
+        self.begun = [0] * n_requests
+        self.prepared: dict[int, list[int]] = {}
+        self.loading: list[tuple[int, Batch]] = []  # batches whose expert is on its way: (when it is there, batch)
+        self.out = Served(costs, scale=self.scale)
+
+    def _is_there(self, layer: int, expert: int) -> bool:
+        return self.cache.holds(layer, expert)
+
+    def run(self) -> Served:
+        """Until every request has its tokens."""
+        while self._admit() or self.prepared or self.queues.n_waiting or self.loading or self.arrivals:
+            if not (self._compute_ready() or self._start_batch(idle=False) or self._attention() or self._start_batch(idle=True)):
+                self._sleep()
+        self.out.ns, self.out.longest_wait = int(self.now * self.scale), self.queues.longest_wait
+        return self.out
+
+    def _admit(self) -> bool:
+        while self.arrivals and self.arrivals[0][0] <= self.now:
+            _, request = heapq.heappop(self.arrivals)
+            self._begin(request)
+        return False
+
+    def _begin(self, request: int) -> None:
+        self.layer[request], self.begun[request] = 0, self.now
+        self.prepared.setdefault(0, []).append(request)
+
+    def _attention(self) -> bool:
+        """The layer with most tokens that are ready for it."""
+        if not self.prepared:
+            return False
+        layer = max(self.prepared, key=lambda i: (len(self.prepared[i]), -i))
+        requests = self.prepared.pop(layer)
+        n = len(requests)
+        self._spend(self.costs.attention(n) + self.costs.ids(n) + (int(self.costs.head(n) / self.scale) if layer == 0 else 0))
+        for r in requests:
+            self.queues.add(r, layer, self.routes[r][layer, self.at[r]].tolist(), self.now)
+        self.out.lengths.append((self.now, self.queues.n_waiting))
+        return True
+
+    def _start_batch(self, idle: bool) -> bool:
+        """Take a queue; where its expert is missing, ask for the load and go on with something else meanwhile."""
+        if len(self.loading) >= self.at_once:  # the link has enough to do
+            return False
+        batches = self.queues.next(self.now, idle and not self.loading)
+        for batch in batches:
+            in_use = [(b.layer, b.expert) for _, b in self.loading]
+            for kind, layer, expert, _ in self.cache.bring(batch.layer, batch.expert, in_use):
+                if kind == "load":
+                    self.link = max(self.link, self.now) + self.costs.load
+                    self.ready[layer, expert] = self.link
+                    self.out.loads += 1
+            self.loading.append((self.ready.get((batch.layer, batch.expert), 0), batch))
+        return bool(batches)
+
+    def _compute_ready(self) -> bool:
+        """Compute the batch whose expert has been there for longest."""
+        if not self.loading:
+            return False
+        when, batch = first = min(self.loading, key=lambda item: item[0])
+        if when > self.now:
+            return False
+        self.loading.remove(first)
+        self._spend(self.costs.expert(len(batch.tokens)))
+        self.out.batches.append((len(batch.tokens), batch.cause))
+        for request in self.queues.done(w.token for w in batch.tokens):
+            self._joined(request)
+        return True
+
+    def _joined(self, request: int) -> None:
+        self.layer[request] += 1
+        if self.layer[request] < self.n_layers:
+            self.prepared.setdefault(self.layer[request], []).append(request)
+            return
+        self.out.latencies.append(int((self.now - self.begun[request]) * self.scale))
+        self.out.n_tokens += 1
+        self.at[request] += 1
+        if self.at[request] < self.routes[request].shape[1]:
+            self._begin(request)
+
+    def _spend(self, ns: int) -> None:
+        self.now += ns
+        self.out.busy += ns
+
+    def _sleep(self) -> None:
+        """Nothing can be done now: until a load ends, a token has waited long enough, or a request arrives."""
+        due = self.queues.due() if len(self.loading) < self.at_once else FOREVER
+        wake = min([when for when, _ in self.loading] + [at for at, _ in self.arrivals] + [due])
+        assert self.now < wake < FOREVER, "nothing to wait for"
+        self.now = wake
