@@ -19,6 +19,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "generate": ("workbench.cli.generate", "main", "continue a text with one of the small models"),
     "schedule": ("workbench.cli.schedule", "main", "what ggml's scheduler would do with a model on given devices"),
     "run": ("workbench.cli.run", "main", "continue a text with a model whose experts have a budget"),
+    "replay": ("workbench.cli.replay", "main", "cache policies over a recorded trace of routes"),
     "fit": ("workbench.cli.fit", "main", "whether a model fits on a card, and how fast it could be at most"),
     "info": ("workbench.cli.info", "main", "what is inside a GGUF file"),
     "setup": ("tools.setup", "", "only set up .venv: [main|test|dev] [--without-cuda]"),

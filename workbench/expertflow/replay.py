@@ -18,7 +18,7 @@ import numpy as np
 from workbench.errors import ParameterError, ShapeError, shown
 from workbench.expertflow.cache import RESIDENCIES, ExpertCache, ExpertEvent, Group, policy_named
 from workbench.expertflow.calibration import probability
-from workbench.expertflow.observe import Seen
+from workbench.expertflow.observe import Gates, Seen
 from workbench.expertflow.predictors import Predictor
 from workbench.expertflow.scoring import Choose, scores_of
 from workbench.moe import RouteTrace
@@ -58,6 +58,15 @@ def forecast_of(predictor: Predictor, seen: Seen, choose: Choose) -> Forecast:
         wanted[m] = np.where(choose(scores, m), np.maximum(probability(scores, seen.routes.k), 1e-6), 0)
     ahead = int(min(predictor.ahead, n - 1))
     return Forecast(predictor.name, wanted, ahead, across=bool(np.isinf(predictor.ahead)) and predictor.reads != "token")
+
+
+def seen_routes(trace: RouteTrace) -> Seen:
+    """A run of which only the routes are known: enough for predictors that read no hidden states."""
+    layers, nothing = int(trace.layers.max()) + 1, (None,) * trace.n_layers
+    gates = Gates(tuple(map(int, trace.layers)), np.empty((layers, 0)), np.empty((trace.n_layers, trace.n_expert, 0)), 0.0, trace.k,
+                  nothing, nothing)  # fmt: skip
+    states = np.empty((layers, trace.n_tokens, 0))
+    return Seen(trace, states, states, gates)
 
 
 @dataclass(frozen=True)
@@ -199,8 +208,14 @@ def replay(trace: RouteTrace, policy: str = "lru", slots: int | Mapping[int, int
     """Count hits and loads of a policy over a trace.
 
     slots, scope, sizes: see `cache.grouped`. link: expert loads that fit beside the computation of one expert (0: nothing is prefetched).
-    hot: for "static", how often each expert was used, (layers, n_expert). Raises ParameterError and ShapeError for what does not fit.
+    hot: for "static", how often each expert was used, (layers, n_expert). Policies that fetch nothing ahead leave forecast and link
+    unused. Raises ParameterError and ShapeError for what does not fit.
     """
+    rate_of(link)
+    needs = policy_named(policy).needs
+    if needs == "predictions" and forecast is None:
+        raise ParameterError(f"policy {policy} without predictions", "a forecast", "without one it would be lru")
+    forecast, link = forecast if needs == "predictions" else None, link if needs == "predictions" or policy == "oracle" else 0.0
     stream = Stream(trace, residency, batch)
     cache = cache_for(stream, policy, slots, scope, sizes=sizes, hot=hot)
     count = _drained if forecast is None and not link else _walked
@@ -254,10 +269,8 @@ def walk(stream: Stream, cache: ExpertCache, forecast: Forecast | None = None, l
 
     While an expert is computed with, as many loads as `link` says may be made, at fixed times: what is not used is lost.
     """
-    if not np.isfinite(link) or link < 0:
-        raise ParameterError(f"a link of {link} loads beside one expert", "a number from 0 on")
     known = forecast and known_before(stream, forecast)
-    rate, computed = Fraction(link).limit_denominator(1000), 0
+    rate, computed = rate_of(link), 0
 
     def during(step: int, events: Iterator[ExpertEvent]) -> Iterator[StepEvent]:
         for kind, place, expert, cause in events:
@@ -275,6 +288,13 @@ def walk(stream: Stream, cache: ExpertCache, forecast: Forecast | None = None, l
                 yield from during(step, cache.prefetch())
             computed += 1
             cache.done(place, expert)
+
+
+def rate_of(link: float) -> Fraction:
+    """Loads beside one expert. Raises ParameterError for what is no such number."""
+    if isinstance(link, bool) or not isinstance(link, (int, float, np.number)) or not np.isfinite(link) or link < 0:
+        raise ParameterError(f"a link of {shown(link)} loads beside one expert", "a number from 0 on")
+    return Fraction(float(link)).limit_denominator(1000)
 
 
 def known_before(stream: Stream, forecast: Forecast) -> Callable[[int], Iterator[tuple[int, dict[int, float]]]]:

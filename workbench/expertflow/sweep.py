@@ -27,18 +27,16 @@ def jobs(**choices: Any) -> list[Job]:
     return [dict(zip(choices, combination)) for combination in itertools.product(*values)]
 
 
-def sweep(trace: RouteTrace, todo: Sequence[Job], workers: int | None = None, dask: str = "",
+def sweep(trace: RouteTrace, todo: Sequence[Job], workers: int = 1, dask: str = "",
           tell: Callable[[int, int], None] | None = None) -> list[Result]:  # fmt: skip
     """The results of all jobs, in their order.
 
-    workers: processes (default: as many as processors where it pays, else none but this one). dask: the address of a scheduler
-    instead, such as "tcp://host:8786", whose workers have the workbench installed. tell(done, of): called after every replay.
-    The first job that is refused ends the sweep with its error.
+    workers: processes; a script that asks for more than one must do so below `if __name__ == "__main__":`. dask: the address of a
+    scheduler instead, such as "tcp://host:8786", whose workers have the workbench installed. tell(done, of): called after every
+    replay. The first job that is refused ends the sweep with its error.
     """
-    if workers is not None and (isinstance(workers, bool) or not isinstance(workers, int) or workers < 1):
+    if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
         raise ParameterError(f"{shown(workers)} workers", "1 process or more")
-    if workers is None:
-        workers = min(len(todo), os.cpu_count() or 1) if trace.experts.size * len(todo) > SMALL else 1
     run = _on_dask(trace, todo, dask) if dask else _in_pool(trace, todo, workers) if workers > 1 else _here(trace, todo)
     results: dict[int, Result] = {}
     for i, result in run:
@@ -46,6 +44,11 @@ def sweep(trace: RouteTrace, todo: Sequence[Job], workers: int | None = None, da
         if tell is not None:
             tell(len(results), len(todo))
     return [results[i] for i in range(len(todo))]
+
+
+def worth(trace: RouteTrace, todo: Sequence[Job]) -> int:
+    """As many processes as there are processors and jobs, where starting them pays; else 1."""
+    return min(len(todo), os.cpu_count() or 1) if trace.experts.size * len(todo) > SMALL else 1
 
 
 def _here(trace: RouteTrace, todo: Sequence[Job]) -> Iterator[tuple[int, Result]]:
