@@ -34,6 +34,7 @@ function layers(trace, model, pick) {
   let made = null, key = '', view = null, scale = 0, badges = new Map(), marked = [], box = {};
   const zoom = to => { scale = Math.max(0.15, Math.min(2, to)); size(); };
   const size = () => { if (view) { view.setAttribute('width', made.width * scale + 16); view.setAttribute('height', made.height * scale + 16); } };
+  const fitting = () => Math.max(0.6, Math.min(1, ((canvas.clientWidth || 560) - 30) / made.width));
   const build = (s, opened) => {
     const shownAs = {...graph, data: {...graph.data, channels: {backend: {...graph.data.channels.backend, of: s.of.map(b => b < 0 ? trace.backends.length : b)}}}};
     made = scene(shownAs, opened, 'backend');
@@ -52,7 +53,15 @@ function layers(trace, model, pick) {
       frame.append(bar);
       bars.set(b, {bar, key: ''});
     });
-    if (!scale) scale = Math.max(0.6, Math.min(1, ((box.w || 560) - 30) / made.width));
+    if (!scale) {
+      scale = fitting();
+      requestAnimationFrame(() => {                  // the page gives it its width now
+        scale = fitting();
+        size();
+        if (!graph.blocks.some(b => b.name)) canvas.style.height = `${Math.min(made.height * scale + 40, 480)}px`;
+        if (!canvas.scrollLeft) canvas.scrollLeft = (made.width * scale + 16 - canvas.clientWidth) / 2;
+      });
+    }
     view = svg('svg', {'aria-hidden': 'true', viewBox: `-8 -8 ${made.width + 16 / scale} ${made.height + 16 / scale}`}, made.root);
     size();
     canvas.replaceChildren(view);
@@ -129,8 +138,8 @@ function stages(trace, pick) {
   const columns = trace.stages.map(([, short], i) => [short, i]).filter(([, i]) => i < trace.stages.length - 1 && (i > 0 || trace.before.concat(trace.steps.map(s => s.event)).some(e => e[0] === 'assign' && e[3] === 0)));
   const body = h('tbody', {}), box = h('div', {className: 'wb-scroll wb-stages', tabIndex: 0, role: 'region', 'aria-label': `${trace.title}: backend after each stage, a row for each tensor`},
     h('table', {className: 'wb-table', 'aria-rowcount': rows.length + 1},
-      h('colgroup', {}, h('col', {style: 'width:34%'}), ...columns.map(() => h('col', {})), h('col', {})),
-      h('thead', {}, h('tr', {}, ...['node', ...columns.map(c => c[0]), 'split'].map(c => h('th', {scope: 'col'}, c)))), body));
+      h('colgroup', {}, h('col', {style: 'width:30%'}), ...columns.map(() => h('col', {})), h('col', {})),
+      h('thead', {}, h('tr', {}, ...['node', ...columns.map(c => c[0]), 'split'].map(c => h('th', {scope: 'col', title: c}, c.replace('pass ', '').replace('by hand', 'usr'))))), body));
   let last = null;
   const cell = (s, other, t, i) => {
     const mine = s.table[t]?.[i], theirs = other ? other.table(t, i) : undefined, differs = other && (mine === undefined || theirs === undefined ? mine !== theirs : !other.same(mine[0], theirs));
