@@ -274,7 +274,8 @@ lesson.reveal("hand", "kept" if kept and "W2" in copied else "moved")
 
 # %% [markdown]
 # ggml checks nothing here: assign a view, or an op that the device lacks, and you get garbage. We refuse, unless the scheduler is made with
-# `quirks="ggml"`. llama.cpp itself uses this door: without `--kv-offload` it assigns attention over the cache to the CPU.
+# `quirks="ggml"`. llama.cpp itself uses this door: with `--no-kv-offload` it assigns the last node of attention to the CPU, and lesson 09 shows why
+# that one node is enough.
 
 # %%
 for node, device in (("packed", "GPU"), ("left", "CPU")):

@@ -134,6 +134,9 @@ views.side_by_side([(f"open nodes that {words[b]}", said[b], did[b]) for b in sa
 # And where the GPU *cannot* do the op? Then it is passed by twice, and the sweeps of the CPU come: if the CPU is the nearest on one side by then, it
 # takes the node; if the GPU stands on both sides, nobody does, as with D. What stays open is pass 3's.
 #
+# llama.cpp makes use of the rule. With `--no-kv-offload` the cache is the host's, so the nodes that write into it are the CPU's by pass 1. It assigns just one
+# more, the last of attention: then all of attention stands between nodes of the CPU, and no GPU gets in.
+#
 # **What if?** Move weights, take ops away, change the batch. The real passes run again at each move; the run before stays as A.
 
 # %%
