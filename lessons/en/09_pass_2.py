@@ -136,6 +136,17 @@ views.side_by_side([(f"open nodes that {words[b]}", said[b], did[b]) for b in sa
 #
 # llama.cpp makes use of the rule. With `--no-kv-offload` the cache is the host's, so the nodes that write into it are the CPU's by pass 1. It assigns just one
 # more, the last of attention: then all of attention stands between nodes of the CPU, and no GPU gets in.
+
+# %%
+case = state.model_case(experts="", host_cache=True)
+mine = case.changed(*(Change.assign(f"kqv_out-{i}", "CPU") for i in range(6)))
+before, after = (state.after(c, "pass2_rest_up") for c in (case, mine))
+names = ("Kcur-2", "kq-2", "kq_soft_max-2", "kqv-2", "kqv_out-2", "attn_out-2")
+views.table(["node of layer 2", "left to the passes", "kqv_out assigned to the CPU"],
+            [(name, " ".join(before[name]), " ".join(after[name])) for name in names],
+            "One assignment by hand, and pass 2 takes three more nodes along.")
+
+# %% [markdown]
 #
 # **What if?** Move weights, take ops away, change the batch. The real passes run again at each move; the run before stays as A.
 

@@ -168,12 +168,14 @@ class PassLesson:
         """The tiny Mixtral of lesson 00."""
         return models.load("tiny-mixtral-f16")
 
-    def model_case(self, n_tokens: int = 1, experts: str = "CPU", gpus: int = 1, **settings: Any) -> Case:
-        """One step of the tiny Mixtral over GPUs and a CPU, its experts on the device that is named; "": with their layer."""
+    def model_case(self, n_tokens: int = 1, experts: str = "CPU", gpus: int = 1, host_cache: bool = False) -> Case:
+        """One step of the tiny Mixtral over GPUs and a CPU, its experts on the device that is named; "": with their layer, as the cache
+        is unless the host has it."""
         devices = simulated_machine(gpus)
         placed = models.place_weights(self.mixtral, devices, overrides={"_exps": experts} if experts else {})
-        step = models.build_step(placed, models.KVCache(placed.hparams, 256, placed.layer_types), n_tokens, 256, 1)
-        return Case.of(Scheduler(devices, **settings), step.graph, f"tiny-mixtral, {n_tokens} tokens at once")
+        memory = devices[-1].buffer_type if host_cache else placed.layer_types
+        step = models.build_step(placed, models.KVCache(placed.hparams, 256, memory), n_tokens, 256, 1)
+        return Case.of(Scheduler(devices), step.graph, f"tiny-mixtral, {n_tokens} tokens at once")
 
     def executed(self, case: Case) -> list[tuple[str, str, int]]:
         """What a real run of a case copies: (tensor, kind, bytes)."""
