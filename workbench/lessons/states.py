@@ -16,6 +16,7 @@ from workbench.devices.simulated import simulated_machine
 from workbench.errors import ContextClosed
 from workbench.execution import GraphRunner
 from workbench.lessons.device_states import Lesson07 as Lesson07
+from workbench.lessons.expert_states import Lesson19 as Lesson19
 from workbench.lessons.graph_states import Lesson03 as Lesson03
 from workbench.lessons.graph_states import Lesson04 as Lesson04
 from workbench.lessons.moe_states import Lesson15 as Lesson15
@@ -28,6 +29,7 @@ from workbench.lessons.schedule_states import Lesson08 as Lesson08
 from workbench.lessons.schedule_states import Lesson09 as Lesson09
 from workbench.lessons.split_states import Lesson12 as Lesson12
 from workbench.lessons.thread_states import Lesson05 as Lesson05
+from workbench.lessons.training_states import Lesson06 as Lesson06
 from workbench.models.session import fill_inputs
 from workbench.moe import RouteTrace
 from workbench.scheduler import Scheduler
