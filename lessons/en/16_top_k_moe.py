@@ -247,7 +247,7 @@ lesson.reveal("capacity", said, lost=int(lost.sum()), of=len(lost), empty=empty)
 
 # %% [markdown]
 # A dropped token is not lost: the layer adds nothing to it, and the residual sum carries it to the next layer as it was. Turn the knobs; each
-# move runs the layer. (Dropping is rarely used when a model *runs*: llama.cpp knows no capacity.)
+# move runs the layer. Which knob changes the weights, but never who is chosen? (llama.cpp knows no capacity: dropping is for training.)
 
 # %%
 factors, heats = [None, 0.5, 1.0, 1.25, 2.0, 4.0], [0.5, 1.0, 2.0, 8.0]
@@ -257,8 +257,9 @@ def what_if(k, f, h):
     run = state.layer(5, router, temperature=heats[h])
     taken, all_of = (np.bincount(e, minlength=8) for e in (run.experts[run.kept], run.experts.ravel()))
     capacity = router.capacity(64)
-    text = f"{(~run.kept).mean():.0%} of {run.kept.size} choices dropped; places: {capacity or 'any'}."
-    return views.load_table(taken, all_of - taken, capacity, text)
+    text = f"{(~run.kept).mean():.0%} of {run.kept.size} choices dropped; places: {capacity or 'any'}. "
+    weight = f"A token's weights sum to {run.weights.sum(-1).mean():.2f} on average."
+    return views.load_table(taken, all_of - taken, capacity, text + weight)
 
 names = [str(x or "no limit") for x in factors], [f"{x:g}" for x in heats]
 knobs = [["experts per token, k", 1, 4, []], ["capacity factor", 0, 5, names[0]],
