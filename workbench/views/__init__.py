@@ -4,6 +4,7 @@ Everything here returns something a cell can show, with text beside the picture,
 """
 
 from workbench.views.cards import Card
+from workbench.views.expert_time import hindcast_table, ledger_picture, ledger_table, parts_picture, regime_picture, token_way
 from workbench.views.figures import Picture, new_figure, picture
 from workbench.views.gradient_steps import backward_steps
 from workbench.views.graph_data import graph_data
@@ -29,9 +30,10 @@ from workbench.views.whatif import compare_table, optimum_table, outcome_table, 
 
 __all__ = ["Card", "Hazard", "MemoryMap", "OKABE_ITO", "Picture", "QUANTITY", "Stack", "Style", "Table", "address_steps",
            "arena_steps", "backward_steps", "byte_map", "compare_table", "curves_picture", "expand_steps", "expert_picture",
-           "graph_data", "graph_picture", "hazards", "heat_picture", "lane_picture", "layered_picture", "line_picture",
-           "load_picture", "load_table", "memory_map", "memory_picture", "memory_steps", "memory_table", "missing_wait",
-           "new_figure", "optimum_table", "outcome_table", "picture", "placement_table", "plan_steps", "queue_steps",
-           "raster_picture", "record_steps", "route_steps", "router_picture", "run_steps", "schedule_picture", "schedule_steps",
-           "side_by_side", "split_table", "steps_picture", "style", "sum_steps", "table", "timeline", "timeline_table",
-           "to_perfetto", "token_picture", "traffic", "traffic_table", "waits_table", "why_not_view"]  # fmt: skip
+           "graph_data", "graph_picture", "hazards", "heat_picture", "hindcast_table", "lane_picture", "layered_picture",
+           "ledger_picture", "ledger_table", "line_picture", "load_picture", "load_table", "memory_map", "memory_picture",
+           "memory_steps", "memory_table", "missing_wait", "new_figure", "optimum_table", "outcome_table", "parts_picture",
+           "picture", "placement_table", "plan_steps", "queue_steps", "raster_picture", "record_steps", "regime_picture",
+           "route_steps", "router_picture", "run_steps", "schedule_picture", "schedule_steps", "side_by_side", "split_table",
+           "steps_picture", "style", "sum_steps", "table", "timeline", "timeline_table", "to_perfetto", "token_picture",
+           "token_way", "traffic", "traffic_table", "waits_table", "why_not_view"]  # fmt: skip
