@@ -332,6 +332,13 @@ best = [case.outcome().copied == state.fewest(case) for case in state.random_cas
 lesson.reveal("fewest", sum(best))
 
 # %% [markdown]
+# A minimum cut also takes a real graph, here a step of the tiny Mixtral with its experts on the host. (Expert weights are counted whole.)
+
+# %%
+views.optimum_table([state.model_case(1), state.model_case(64)],
+                    "For 64 tokens the best placement leaves the experts on the host and moves rows.")
+
+# %% [markdown]
 # Even the article's chain could do with less. Node by node, and executed: the best placement is assigned by hand, and a run is traced.
 
 # %%

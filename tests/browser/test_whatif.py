@@ -69,6 +69,8 @@ def test_in_jupyterlab(new_page, axe_script, artifacts, dark):
     assert lab.evaluate("() => document.activeElement.textContent").startswith("C | D")      # the focus stays at the border
     found = page.axe(axe_script)
     page.shot(artifacts / f"whatif-{'dark' if dark else 'light'}.png")
+    view.locator(".wb-rolls svg").last.locator("rect[data-k='2']").click()                    # a split of the picture asks about its border
+    view.locator(".wb-answer p", has_text="before E").wait_for()
     view.get_by_role("button", name="Try: give GPU a kernel for SOFT_MAX").click()
     lab.wait_for_function("() => /Splits: 3 → 1/.test(document.querySelector('.wb-whatif .wb-say').textContent)")
     view.locator(".wb-rolls svg").last.locator("[data-i]").nth(1).click()                     # a node of the picture chooses it

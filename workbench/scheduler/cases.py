@@ -22,7 +22,7 @@ from workbench.devices.planned import PlannedBuffer
 from workbench.devices.simulated import simulated_machine
 from workbench.errors import GraphError, ParameterError, shown
 from workbench.scheduler.passes import computed, is_weight
-from workbench.scheduler.scheduler import Scheduler
+from workbench.scheduler.scheduler import MAX_COPIES, Scheduler
 from workbench.tensors.context import TENSOR_OVERHEAD, Context
 from workbench.tensors.opspec import OPS
 from workbench.tensors.storage import Usage
@@ -100,8 +100,8 @@ class Change:
         return cls("op_offload", "", on)
 
     @classmethod
-    def parallel(cls, on: bool) -> Change:
-        """Four pipeline slots instead of one: n_copies = 4 or 1."""
+    def parallel(cls, on: bool | int) -> Change:
+        """Four pipeline slots instead of one, or as many as a number says (n_copies)."""
         return cls("parallel", "", on)
 
     def __str__(self) -> str:
@@ -115,14 +115,14 @@ _CHANGES: dict[str, Callable[[Change], str]] = {
     "assign": lambda c: f"assign {c.what} to {c.value} by hand" if c.value else f"leave {c.what} to the passes",
     "batch": lambda c: f"a batch of {c.value}",
     "op_offload": lambda c: f"op_offload {'on' if c.value else 'off'}",
-    "parallel": lambda c: f"n_copies = {4 if c.value else 1}",
+    "parallel": lambda c: f"n_copies = {MAX_COPIES if c.value is True else int(c.value) or 1}",
 }  # fmt: skip
 
 
 class Placed(NamedTuple):
-    """A node after the passes: its number in the graph, backend, cause of the last decision, split; is_view: computes nothing."""
+    """A node after the passes: its place in the graph, backend, cause of the last decision, split; is_view: computes nothing."""
 
-    index: int
+    place: int
     name: str
     op: str
     backend: str
@@ -176,7 +176,7 @@ class Case:
     allowed: Pairs = ()
     assigned: Pairs = ()
     op_offload: bool = True
-    parallel: bool = False
+    parallel: bool | int = False
     quirks: str = ""
 
     @staticmethod
@@ -184,7 +184,7 @@ class Case:
         """The case of a scheduler and a graph that exist: both stay as they are; what is built anew can be split, not run."""
         hand = tuple((key, scheduler.backends[b].name) for key, t in tensors_of(graph).items() if (b := scheduler.by_hand.get(t, -1)) >= 0)
         return Case(name, Taken(scheduler, graph), "", 0, assigned=hand, op_offload=scheduler.op_offload,
-                    parallel=scheduler.n_copies > 1, quirks=scheduler.quirks)  # fmt: skip
+                    parallel=scheduler.n_copies > 1 and scheduler.n_copies, quirks=scheduler.quirks)  # fmt: skip
 
     # ---- other cases
 
@@ -209,10 +209,10 @@ class Case:
         if c.kind == "batch" and (isinstance(self.recipe, Taken) or not isinstance(c.value, int) or c.value < 1):
             raise ParameterError(f"a batch of {c.value!r} for {shown(self.name)}", "a number of tokens, 1 or more",
                                  "a graph that was built elsewhere has a batch of its own")  # fmt: skip
-        if c.kind == "batch" or c.kind in ("op_offload", "parallel") and isinstance(c.value, bool):
+        if c.kind == "batch" or c.kind == "op_offload" and isinstance(c.value, bool) or c.kind == "parallel" and isinstance(c.value, int):
             return replace(self, **{c.kind: c.value})
         raise ParameterError(f"the change {c.kind!r} to {c.value!r}", f"one of {', '.join(_CHANGES)}",
-                             "op_offload and parallel are True or False")  # fmt: skip
+                             "op_offload is True or False, parallel also a number of slots")  # fmt: skip
 
     # ---- building
 
@@ -235,8 +235,8 @@ class Case:
                 scheduler.set_backend(known[_known(node, known, "tensor")], _named(backends, device))
         return scheduler, graph
 
-    def _built(self) -> tuple[Sequence[Backend], CGraph]:
-        backends: Sequence[Backend] = simulated_machine(self.devices)
+    def _built(self) -> tuple[list[Backend], CGraph]:
+        backends: list[Backend] = [*simulated_machine(self.devices)]
         _able(backends, backends, self)
         draft = Draft(self, {b.name: b.buffer_type for b in backends})
         with draft.context.active():

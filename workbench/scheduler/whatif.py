@@ -116,7 +116,7 @@ def _border(before: Outcome, border: int | str) -> tuple[str, str]:
 def candidates(scheduler: Scheduler, graph: CGraph, before: Outcome, near: str) -> Iterator[tuple[Change, int]]:
     """All single changes, with the bytes of the weight that moves; of each kind those near the node `near` first."""
     names = {t: key for key, t in tensors_of(graph).items()}
-    backends, at = scheduler.backends, next(n.index for n in before.nodes if n.name == near)
+    backends, at = scheduler.backends, next(n.place for n in before.nodes if n.name == near)
     place = {n: i for i, n in enumerate(graph.nodes)}
     place |= {leaf: min((place[n] for n in graph.nodes if leaf in n.src), default=0) for leaf in graph.leafs}
     distance = lambda t: abs(2 * (place[t] - at) + 1)  # noqa: E731  the border lies between two places
