@@ -7,8 +7,10 @@ import pytest
 from tests.browser.static import StaticPage
 from tests.browser.test_graph_view import BUDGET_MS, notebook, quick_p95
 from tests.browser.test_notebooks import AXE_OK
-from tests.views.graphs import MODELS
+from tests.views.graphs import HOSTILE, MODELS, mlp
 from tests.widgets.test_schedule import case, offloaded
+from workbench.devices import CpuBackend
+from workbench.scheduler import Scheduler
 from workbench.views.steps import state
 from workbench.widgets import step_schedule
 
@@ -220,6 +222,14 @@ def test_two_runs_side_by_side(static):
     assert "3 of 6 nodes differ now" in page.locator(".wb-row").all_inner_texts()[2]
     cells = page.locator(".wb-stages td.wb-differs").all_inner_texts()
     assert "C≠G" in cells and "1≠2" in cells and view.errors == []
+
+
+def test_names_are_text(static):
+    view = static(step_schedule(Scheduler([CpuBackend()]), [mlp(HOSTILE)], predict=True))
+    view.page.locator(".wb-bar").focus()
+    press(view.page, "n", "n", "End")
+    assert view.page.locator("img").count() == 0 and view.errors == []
+    assert "<img src=x" in view.page.locator(".wb-stages").inner_text()
 
 
 def test_one_run_has_nothing_to_compare(static):

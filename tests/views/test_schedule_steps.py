@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from tests.parity import sched_case
 from tests.scheduler.random_runs import assign, graph_of, machine_of, place, weights_of
-from tests.views.graphs import MODELS, model_step
+from tests.views.graphs import HOSTILE, MODELS, model_step
 from workbench import Flag, Scheduler, build, ops
+from workbench.cgraph import CGraph
 from workbench.devices import CpuBackend
 from workbench.devices.simulated import simulated_machine
 from workbench.errors import ParameterError, WorkbenchError
@@ -209,7 +210,19 @@ def test_what_is_no_schedule_is_refused():
         schedule_steps(None, build(y))
     with pytest.raises(ParameterError, match="CGraph"):
         schedule_steps(Scheduler([CpuBackend()]), 3)
+    with pytest.raises(ParameterError, match="without nodes"):
+        schedule_steps(Scheduler([CpuBackend()]), CGraph())
     assert schedule_steps(Scheduler([CpuBackend()]), [y])["steps"]       # tensors are enough
+
+
+def test_a_graph_of_views_alone_and_names_of_strangers():
+    context = Context(10**5, no_alloc=True)
+    with context.active():
+        y = ops.reshape(context.new_tensor("f32", 4, name=HOSTILE).mark(Flag.INPUT), 2, 2).named("{t}")
+    steps = schedule_steps(Scheduler([CpuBackend()]), [y], questions=True)
+    assert [s["event"][0] for s in steps["steps"] if s["stage"] == "pass5"] == ["stage", "split"]
+    assert not any(c in "".join(s["sentence"] for s in steps["steps"]) for c in "\x1b\n")
+    assert "{t}" in "".join(s["sentence"] for s in steps["steps"]) and schedule_picture(Scheduler([CpuBackend()]), [y]).png
 
 
 def test_tensors_of_one_name_are_told_apart():

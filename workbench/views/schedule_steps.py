@@ -107,6 +107,8 @@ def schedule_steps(scheduler: Scheduler, graph: Any, title: str = "", stages: Se
     if not isinstance(scheduler, Scheduler):
         raise ParameterError(f"a {type(scheduler).__name__}", "a Scheduler", "Scheduler([gpu, CpuBackend()])")
     graph = as_graph(graph)
+    if not graph.nodes:
+        raise ParameterError("a graph without nodes", "at least one node to place", "build(result) makes a graph of what computes it")
     wanted = stages_of(stages)
     with scheduler.set_aside(graph):
         told = Told(scheduler, graph, questions)
@@ -230,7 +232,7 @@ class Told:
         if cause not in self.causes:
             self.causes.append(cause)
         event = ["assign", self.ids[t], b, list(RULES).index(stage), self.causes.index(cause)]
-        op = t.desc if t.op != "NONE" else "a leaf"
+        op = t.desc if t.op != "NONE" else "such data"
         made = self._because(key, t=self.name(t), b=self.backend(b), old=self.backend(old), op=op, **facts)
         label = f"{self.name(t)} → {self.backend(b)}"
         return {"event": event, "label": label, "change": b != old, **made, "cause": cause, **self._decider(),
