@@ -9,8 +9,9 @@ The loss ledger adds up to the whole: each wait is charged to its cause when it 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
@@ -42,45 +43,67 @@ class Costs:
     name: str
     n_past: int = 0
 
-    @property
+    @cached_property
     def expert_bytes(self) -> int:
         """Bytes of an expert."""
         return self.shape.bytes_per_expert(self.kind)
 
-    @property
+    @cached_property
     def dense_bytes(self) -> int:
         """Bytes that a layer reads besides its routed experts, keys and values included."""
         s, per = self.shape, self.shape.bytes_per_expert(self.kind) / (self.shape.matrices * self.shape.d * self.shape.f)
         dense = s.attention.params(s.d) + s.matrices * s.d * s.f_shared + s.router.n_expert * s.d
         return int(dense * per) + 2 * 2 * self.n_past * s.attention.kv * s.attention.head
 
+    @cached_property
+    def _kept(self) -> dict[tuple[str, int], int]:
+        return {}
+
+    def _once(self, what: str, n: int, compute: Callable[[int], int]) -> int:
+        """Runs ask for the same few numbers of tokens again and again."""
+        found = self._kept.get((what, n))
+        if found is None:
+            found = self._kept[what, n] = compute(n)
+        return found
+
     def attention(self, n: int) -> int:
         """Everything in a layer before its experts."""
+        return self._once("attention", n, self._attention)
+
+    def _attention(self, n: int) -> int:
         flops = 2 * n * (self.shape.attention.params(self.shape.d) + self.shape.matrices * self.shape.d * self.shape.f_shared)
         flops += 4 * n * self.n_past * self.shape.attention.heads * self.shape.attention.head
         return KERNELS * self.device.launch_ns + int(max(self.dense_bytes / self.device.memory, flops / self._rate(self.device)))
 
-    def expert(self, n: int, speed: Speed | None = None) -> int:
-        """One expert's matrices."""
-        on = speed or self.device
+    def expert(self, n: int) -> int:
+        """One expert's matrices on the device."""
+        return self._once("expert", n, lambda n: self._expert(n, self.device))
+
+    def _expert(self, n: int, on: Speed) -> int:
         work = max(self.expert_bytes / on.memory, 2 * n * self.shape.expert / self._rate(on))
         return self.shape.matrices * on.launch_ns + int(work)
 
     def on_host(self, n: int) -> int:
         """The same on the host, with the rows' way there and back."""
-        return self.expert(n, self.host) + 2 * self.device.transfer_ns(4 * n * self.shape.d)
+        return self._once("host", n, lambda n: self._expert(n, self.host) + 2 * self.device.transfer_ns(4 * n * self.shape.d))
 
-    @property
+    @cached_property
     def load(self) -> int:
         """An expert over the link, from pinned memory."""
         return self.device.transfer_ns(self.expert_bytes)
 
     def ids(self, n: int) -> int:
         """The router's ids to the host, which waits for them."""
+        return self._once("ids", n, self._ids)
+
+    def _ids(self, n: int) -> int:
         return self.device.sync_ns + self.device.transfer_ns(4 * n * self.shape.router.n_used)
 
     def head(self, n: int) -> int:
         """Embedding, last norm and output matrix."""
+        return self._once("head", n, self._head)
+
+    def _head(self, n: int) -> int:
         size = self.shape.embedding * self.expert_bytes / self.shape.expert
         return 3 * self.device.launch_ns + int(max(size / self.device.memory, 2 * n * self.shape.embedding / self._rate(self.device)))
 
@@ -327,7 +350,15 @@ def token_counts(stream: Stream) -> Iterator[list[int]]:
 
 
 def unavoidable(stream: Stream, like: ExpertCache) -> set[tuple[int, int]]:
-    """(step, expert) of the accesses that Belady's policy misses with the same slots."""
+    """(step, expert) of the accesses that Belady's policy misses with the same slots. Kept with the stream, which is read only."""
+    key = tuple((g.layers, g.slots) for g in like.groups)
+    kept: dict[object, set[tuple[int, int]]] = stream.__dict__.setdefault("_unavoidable", {})
+    if key not in kept:
+        kept[key] = _missed_by_belady(stream, like)
+    return kept[key]
+
+
+def _missed_by_belady(stream: Stream, like: ExpertCache) -> set[tuple[int, int]]:
     future = ExpertCache("belady", {0: sum(g.slots for g in like.groups)} if len(like.groups) == 1 else like.groups[0].slots,
                          like.layers, like.n_expert, scope="global" if len(like.groups) == 1 else "layer", together=like.together,
                          future=stream)  # fmt: skip

@@ -76,6 +76,7 @@ def _table() -> dict[str, DType]:
 
 
 DTYPES: dict[str, DType] = _table()
+_BY_NAME = {n.lower(): t for n, t in DTYPES.items()}
 _BY_ID = {t.id: t for t in DTYPES.values()}
 _BY_NUMPY = {t.numpy: t for t in DTYPES.values() if t.numpy is not None}
 
@@ -97,9 +98,8 @@ def dtype(which: DTypeLike | int) -> DType:
     if which is None:
         raise DTypeError("no storage type given", "one of " + ", ".join(DTYPES))
     if isinstance(which, str):
-        lower = {n.lower(): t for n, t in DTYPES.items()}
-        if which.lower() in lower:
-            return lower[which.lower()]
+        if which.lower() in _BY_NAME:
+            return _BY_NAME[which.lower()]
     else:
         try:
             native = np.dtype(which).newbyteorder("<")  # type: ignore[arg-type]
