@@ -250,16 +250,16 @@ lesson.reveal("capacity", said, lost=int(lost.sum()), of=len(lost), empty=empty)
 # move runs the layer. Which knob changes the weights, but never who is chosen? (llama.cpp knows no capacity: dropping is for training.)
 
 # %%
-factors, heats = [None, 0.5, 1.0, 1.25, 2.0, 4.0], [0.5, 1.0, 2.0, 8.0]
+factors, heats, runs = [None, 0.5, 1.0, 1.25, 2.0, 4.0], [0.5, 1.0, 2.0, 8.0], {}
 
 def what_if(k, f, h):
     router = moe.Router(8, k, normalise=False, capacity_factor=factors[f])
-    run = state.layer(5, router, temperature=heats[h])
+    run, capacity = state.layer(5, router, temperature=heats[h]), router.capacity(64)
     taken, all_of = (np.bincount(e, minlength=8) for e in (run.experts[run.kept], run.experts.ravel()))
-    capacity = router.capacity(64)
+    runs["A"], runs["B"] = runs.get("B", taken), taken
     text = f"{(~run.kept).mean():.0%} of {run.kept.size} choices dropped; places: {capacity or 'any'}. "
     weight = f"A token's weights sum to {run.weights.sum(-1).mean():.2f} on average."
-    return views.load_table(taken, all_of - taken, capacity, text + weight)
+    return views.load_table(taken, all_of - taken, capacity, text + weight, before=runs["A"])
 
 names = [str(x or "no limit") for x in factors], [f"{x:g}" for x in heats]
 knobs = [["experts per token, k", 1, 4, []], ["capacity factor", 0, 5, names[0]],

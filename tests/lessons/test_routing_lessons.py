@@ -157,6 +157,8 @@ def test_loads_are_multiples_of_the_fair_share():
     rows = views.load_table([4, 0, 8], [0, 0, 2], 8, "Caption.").rows
     assert [r[:3] for r in rows] == [["0", "4", "0"], ["1", "0", "0"], ["2", "8", "2"]]
     assert rows[0][3] == "████" and rows[2][3] == "████████▏░░" and views.load_table([0], caption="c").rows[0][3] == ""
+    both = views.load_table([4, 1], [0, 3], 4, "c", before=[2, 2])
+    assert both.columns[1:3] == ["A: taken, last run", "B: taken"] and [r[:4] for r in both.rows] == [["0", "2", "4", "0"], ["1", "2", "1", "3"]]
     assert len(views.load_table([100_000, 1]).rows[0][3]) == 40
 
 

@@ -80,12 +80,20 @@ def load_picture(counts: Any, layers: Sequence[int], caption: str) -> Picture:
     return heat_picture({f"layer {n}": row for n, row in zip(layers, fair)}, caption, alt, "expert", top=max(2.0, float(fair.max())))
 
 
-def load_table(taken: Sequence[int], dropped: Sequence[int] | None = None, capacity: int | None = None, caption: str = "") -> Table:
-    """Choices that each expert took, and dropped, as numbers and as bars; ▏ stands where its capacity ends."""
+def load_table(taken: Sequence[int], dropped: Sequence[int] | None = None, capacity: int | None = None, caption: str = "",
+               before: Sequence[int] | None = None) -> Table:  # fmt: skip
+    """Choices that each expert took, and dropped, as numbers and as bars; ▏ stands where its capacity ends.
+
+    before: what each took in the last run (A), beside this one (B).
+    """
     taken, lost = [int(n) for n in taken], [int(n) for n in dropped] if dropped is not None else [0] * len(taken)
     per = max(1.0, max((a + b for a, b in zip(taken, lost)), default=1) / 40)
     bars = ["█" * round(a / per) + ("▏" if capacity is not None and b else "") + "░" * round(b / per) for a, b in zip(taken, lost)]
-    return table(["expert", "taken", "dropped", "█ taken ░ dropped"], list(zip(range(len(taken)), taken, lost, bars)), caption)
+    rows = list(zip(range(len(taken)), taken, lost, bars))
+    if before is None:
+        return table(["expert", "taken", "dropped", "█ taken ░ dropped"], rows, caption)
+    return table(["expert", "A: taken, last run", "B: taken", "dropped", "█ taken ░ dropped"],
+                 [(e, int(a), *rest) for (e, *rest), a in zip(rows, before)], caption)  # fmt: skip
 
 
 # ---- steps, for `widgets.Stepper`
