@@ -395,7 +395,7 @@ MISTAKES = {
     "no loss": (lambda m: ops.sum(m.param(3)), GraphError, "no loss"),
     "no parameter": (lambda m: scalar(m, m.leaf(3)), GraphError, "no parameter"),
     "parameter not in the loss": (lambda m: build(scalar(m, m.leaf(3)), ops.sqr(m.param(3))), GraphError, "no parameter of the graph has a part"),
-    "no rule": (lambda m: scalar(m, ops.norm(ops.sqr(m.param(4).named("w")))), GraphError, "NORM, on the way from the loss to 'w'"),
+    "no rule": (lambda m: scalar(m, ops.norm(ops.sqr(m.param(4).named("w")))), GraphError, "NORM, on the way from the loss to 'w': ggml has none either"),
     "rope": (lambda m: scalar(m, ops.rope(m.param(4, 1, 1), m.ids(1, 1, 1), 4)), GraphError, "attention is not trained here"),
     "mask": (lambda m: scalar(m, ops.soft_max_ext(m.param(4), m.param(4), 1.0)), GraphError, "masks and sinks"),
     "labels": (lambda m: ops.cross_entropy_loss(m.leaf(4), m.param(4)).mark(Flag.LOSS), GraphError, "labels are given"),

@@ -366,10 +366,12 @@ class _Walk:
             trained = why
         where = f"{node.label} = {node.desc}, on the way from the loss to {trained.label}"
         if rule is None:
-            raise GraphError(f"no gradient passes {where}", "ops that have one",
-                             node.spec.without.get("backward", "") if node.spec is not None else "")  # fmt: skip
+            reason = node.spec.without.get("backward", "there is no rule for it") if node.spec is not None else "it is no op of the table"
+            raise GraphError(f"no gradient passes {where}: {reason}", "ops that have one",
+                             f"another op in its place, or {trained.label} without the flag PARAM")  # fmt: skip
         if i not in rule.of:
-            raise GraphError(f"no gradient of source {i}, {source.label}, of {where}", "a source that is not trained", rule.why)
+            raise GraphError(f"no gradient of source {i}, {source.label}, of {where}: {rule.why or 'there is no rule for it'}",
+                             "a source that is not trained", f"{trained.label} without the flag PARAM")  # fmt: skip
         if node.view_src is not None and node.op not in _MAKES_VIEWS:
             raise GraphError(f"{where}, works in place", "the values of the forward pass, unchanged", "the op without _inplace")
         if node.op == "VIEW" and not source.is_contiguous:

@@ -87,6 +87,6 @@ def _fold(s: dict[str, Any], event: list[Any]) -> None:
         s["grads"] = [g for g in s["grads"] if g[0] != t] + [[t, grad]]
 
 
-START["backward"] = lambda trace: {"stack": [], "needs": [], "grads": [], "nodes": [*trace["old"]["nodes"]], "leafs": [*trace["old"]["leafs"]],
-                                   "now": -1, "user": -1}  # fmt: skip
+START["backward"] = lambda trace: {"stack": [], "needs": [], "grads": [], "nodes": [*trace["old"]["nodes"]],
+                                   "leafs": [*trace["old"]["leafs"]], "now": -1, "user": -1}  # fmt: skip
 FOLD["backward"] = _fold
