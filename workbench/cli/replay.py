@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 HELP = "cache policies over a recorded trace of routes"
 SWEPT = ("policy", "slots", "scope", "residency", "batch", "link")
 UNFITTED = ("gate-", "oracle")
-EPILOG = """policies:
+EPILOG = """traces: tiny-mixtral, tiny-deepseek, switch-base-8, recorded; skewed-static, local-drifting, drawn, with settings if you like:
+local-drifting:tokens=2000,layers=8,experts=896,k=16,seed=0
+
+policies:
   lru            least recently used first
   lfu            least often used first; counts survive an eviction
   lfu_in_cache   least often used first; counts end with an eviction
@@ -52,8 +55,7 @@ def main(argv: list[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog="python -m workbench replay", description=HELP + ". No weights move.", epilog=EPILOG,
                                 formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
-    p.add_argument("trace", metavar="TRACE", help="tiny-mixtral, tiny-deepseek, switch-base-8, skewed-static, local-drifting, or a file: "
-                   ".npz, .npy, .jsonl, .json")  # fmt: skip
+    p.add_argument("trace", metavar="TRACE", help="a name (see below), or a file: .npz, .npy, .jsonl, .json")
     p.add_argument("--policy", default="lru", metavar="NAME", help="see below (default lru)")
     p.add_argument("--slots", default="", metavar="N", help="experts that have room: per layer, or in all with --scope global")
     p.add_argument("--scope", default="layer", metavar="layer|global", help="who shares slots (default layer)")

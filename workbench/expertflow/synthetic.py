@@ -44,7 +44,7 @@ def synthetic(kind: str, n_tokens: int = 2000, n_layers: int = 8, n_expert: int 
 def draw(fit: np.ndarray, n_tokens: int, n_expert: int, k: int, local: bool, seed: int) -> Iterator[np.ndarray]:
     """Blocks (layers, tokens, k) of drawn experts. fit (layers, 3): zipf, how many of 896 are active, reused."""
     rng, n_layers, ranks = np.random.default_rng(seed), len(fit), np.arange(n_expert)
-    active = np.maximum(2 * k, np.round(fit[:, 1:2] * n_expert / 896))
+    active = np.maximum(max(2 * k, 64), np.round(fit[:, 1:2] * n_expert / 896))  # of few experts all are in use
     popular = np.where(ranks < active, -fit[:, :1] * np.log(ranks + 1), -np.inf)
     log_p = np.take_along_axis(popular, np.argsort(rng.random((n_layers, n_expert)), 1), 1)
     if not local:
