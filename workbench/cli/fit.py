@@ -27,8 +27,15 @@ def main(argv: list[str]) -> int:
     except WorkbenchError as e:
         print(f"fit: {e}", file=sys.stderr)
         return 2
+    from workbench.expertflow.verdict import verdict
+
+    cache = verdict(found)
+    if cache is not None and cache.bound is not None:
+        found.bounds.append(cache.bound)
     for line in report(found):
         print(line)
+    if cache is not None:
+        print(f"- {cache.sentence}")
     return 1 if found.fits == "no" else 0
 
 
