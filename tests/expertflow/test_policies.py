@@ -17,11 +17,11 @@ DEMAND = ("lru", "lfu", "lfu_in_cache", "lru_frequency", "belady")
 
 
 @st.composite
-def small(draw, k=st.integers(1, 3), layers=st.integers(1, 2)):
+def small(draw):
     n_expert = draw(st.integers(3, 6))
-    k = min(draw(k), n_expert - 1)
+    k = min(draw(st.integers(1, 3)), n_expert - 1)
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
-    trace = random_trace(rng, draw(layers), draw(st.integers(1, 30)), n_expert, k)
+    trace = random_trace(rng, draw(st.integers(1, 2)), draw(st.integers(1, 30)), n_expert, k)
     return trace, draw(st.integers(k, n_expert)), draw(st.sampled_from(["together", "one_by_one"]))
 
 

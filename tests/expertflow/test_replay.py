@@ -15,7 +15,17 @@ from workbench.errors import DependencyError, ParameterError, ShapeError
 from workbench.expertflow import scoring, sources
 from workbench.expertflow.cache import Group
 from workbench.expertflow.predictors import Frequency, Oracle, PreviousLayer, PreviousToken
-from workbench.expertflow.replay import Forecast, Stream, cache_for, forecast_of, known_before, replay, seen_routes, side_by_side, walk
+from workbench.expertflow.replay import (
+    Forecast,
+    Stream,
+    cache_for,
+    forecast_of,
+    known_before,
+    replay,
+    seen_routes,
+    side_by_side,
+    walk,
+)
 from workbench.expertflow.sweep import Progress, jobs, sweep, worth
 from workbench.paths import models_dir
 

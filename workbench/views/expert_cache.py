@@ -111,28 +111,27 @@ def _first(events: Iterable[StepEvent], most: int) -> Iterator[StepEvent]:
 
 def residency_picture(events: Iterable[StepEvent], layers: Sequence[int], n_expert: int, caption: str, *, first: int = 0, count: int = 60,
                       title: str = "Experts in slots") -> Picture:  # fmt: skip
-    """Layer × expert × time: a panel per layer, a row per expert, a column per token; filled while in a slot.
+    """Layer × expert × time: a panel per layer, a row per expert, a column per token; filled where the expert is in a slot afterwards.
 
     ● a hit, ▾ a load that was waited for, ▴ one made ahead. Shown are `count` tokens from token `first` on.
     """
-    n = len(layers)
+    n, held = len(layers), _Held()
     inside, marks = np.zeros((n, n_expert, count), bool), dict[str, list[tuple[int, int, int]]]()
-    held, at = _Held(), first * n
-    loads = [0, 0]
+    now = 0
     for event in events:
         step, kind, layer, expert, cause = event
-        if step >= (first + count) * n:
+        for token in range(now, min(step // n, first + count)):
+            _snapshot(inside, held, token - first)
+        now = step // n
+        if now >= first + count:
             break
-        if step >= first * n:
-            _fill(inside, held, at, step, n, first)
-            at = step
-            sign = "hit" if kind == "hit" else ("ahead" if cause in ("predicted", "hot set") else "load") if kind == "load" else ""
-            marks.setdefault(sign, []).append((layer, expert, step // n - first))
-            loads[sign == "ahead"] += kind == "load"
+        if now >= first:
+            sign = "ahead" if kind == "load" and cause in ("predicted", "hot set") else kind
+            marks.setdefault(sign, []).append((layer, expert, now - first))
         held.feed(event)
     else:
-        step = (first + count) * n
-    _fill(inside, held, at, step, n, first)
+        for token in range(now, first + count):
+            _snapshot(inside, held, token - first)
     figure = new_figure(8.6, 0.9 + 0.16 * n * n_expert + 0.1 * n)
     panels = figure.subplots(n, 1, squeeze=False, sharex=True)[:, 0]
     looks = {"hit": ("o", OKABE_ITO[4], 9), "load": ("v", OKABE_ITO[5], 26), "ahead": ("^", OKABE_ITO[2], 26)}
@@ -152,18 +151,17 @@ def residency_picture(events: Iterable[StepEvent], layers: Sequence[int], n_expe
     handles = [Patch(fc="#d1d1d1", label="in a slot"), *(Line2D([], [], ls="", marker=looks[s][0], color=looks[s][1], label=names[s])
                for s in looks if s in marks)]  # fmt: skip
     figure.legend(handles=handles, loc="outside upper center", ncols=len(handles), fontsize=7.5, frameon=False)
-    hits = len(marks.get("hit", ()))
-    alt = (f"{title}: {n} layers of {n_expert} experts over tokens {first} to {first + count - 1}; {hits} hits, {loads[0]} loads when "
-           f"needed, {loads[1]} ahead. Experts in slots at the end: " + "; ".join(
-               f"layer {name} {', '.join(map(str, np.flatnonzero(inside[i, :, -1]))) or 'none'}" for i, name in enumerate(layers)))  # fmt: skip
+    hits, loads, ahead = (len(marks.get(sign, ())) for sign in looks)
+    ends = (f"layer {name} {', '.join(map(str, np.flatnonzero(inside[i, :, -1]))) or 'none'}" for i, name in enumerate(layers))
+    alt = (f"{title}: {n} layers of {n_expert} experts over tokens {first} to {first + count - 1}; {hits} hits, {loads} loads when "
+           f"needed, {ahead} ahead. Experts in slots at the end: {'; '.join(ends)}")  # fmt: skip
     return picture(figure, alt + ".", caption)
 
 
-def _fill(inside: np.ndarray, held: _Held, start: int, end: int, n_layers: int, first: int) -> None:
-    """Who is held from step `start` to before step `end`, by tokens."""
-    a, b = start // n_layers - first, max(-(-end // n_layers), start // n_layers + 1) - first
-    for layer, expert in held.held:
-        inside[layer, expert, a:b] = True
+def _snapshot(inside: np.ndarray, held: _Held, column: int) -> None:
+    if column >= 0:
+        for layer, expert in held.held:
+            inside[layer, expert, column] = True
 
 
 def hit_rate_picture(results: Sequence[Result], caption: str, *, chance: int | None = None, title: str = "") -> Picture:
@@ -177,7 +175,8 @@ def hit_rate_picture(results: Sequence[Result], caption: str, *, chance: int | N
         raise ParameterError("no results to draw", "those of a sweep over slots")
     figure = new_figure(6.6, 3.6)
     most = max(r.slots for r in results)
-    axes: Any = figure.add_subplot(xlabel="slots " + ("per layer" if results[0].scope == "layer" else "in one pool"), ylabel="hit rate", title=shown(title))
+    where = "slots per layer" if results[0].scope == "layer" else "slots in one pool"
+    axes: Any = figure.add_subplot(xlabel=where, ylabel="hit rate", title=shown(title))
     for i, (name, points) in enumerate(curves.items()):
         best = name in ("belady", "oracle")
         axes.plot(*zip(*sorted(points)), DASHES[i % 4], marker=MARKERS[i % len(MARKERS)], ms=4.5, label=name, lw=2 if best else 1.5,
