@@ -57,7 +57,7 @@ class Gates:
 
         def nbytes(layer: int) -> int:
             merged = model.experts(layer)
-            return sum(t.nbytes for t in (merged.gate, merged.up, merged.down)) // hp.n_expert
+            return sum(t.nbytes for t in (merged.gate, merged.up, merged.down) if t is not None) // hp.n_expert
 
         return cls(tuple(hp.moe_layers), np.stack([model.weight(norm, i).numpy() for i in range(hp.n_layer)]),
                    np.stack([model.weight("ffn_gate_inp", i).numpy() for i in hp.moe_layers]), hp.rms_eps, hp.n_expert_used,

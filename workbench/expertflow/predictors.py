@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from workbench.devices.threads import SINGLE_THREADED_BLAS
 from workbench.errors import ParameterError
 from workbench.expertflow.observe import Gates, Seen, membership
 
@@ -196,10 +197,11 @@ class Shared(Predictor):
         """Towards what the true router says: its scores (linear), or which experts it takes (non-linear)."""
         size = self._size(seen.gates)
         self.weights = np.zeros((seen.n_layers, size), np.float32)
-        for m in (m for m in range(seen.n_layers) if self.speaks(m, seen.gates)):
-            x = self._inputs(seen, m)
-            self.weights[m] = (_train(x, seen.used(m), self.hidden, seed=m) if self.hidden else
-                               _least_squares(x, seen.gates.scores(seen.states[seen.gates.layers[m]], m))).ravel()  # fmt: skip
+        with SINGLE_THREADED_BLAS:  # many small products: its threads would only wait for each other
+            for m in (m for m in range(seen.n_layers) if self.speaks(m, seen.gates)):
+                x = self._inputs(seen, m)
+                self.weights[m] = (_train(x, seen.used(m), self.hidden, seed=m) if self.hidden else
+                                   _least_squares(x, seen.gates.scores(seen.states[seen.gates.layers[m]], m))).ravel()  # fmt: skip
         return self
 
     def scores(self, seen: Seen, m: int) -> np.ndarray:
@@ -289,16 +291,20 @@ def _forward(x: np.ndarray, weights: np.ndarray, hidden: int, n_expert: int) -> 
     return out
 
 
-def _train(x: np.ndarray, used: np.ndarray, hidden: int, seed: int, epochs: int = 12, batch: int = 256, rate: float = 3e-3) -> np.ndarray:
-    """Weights of a network with one hidden layer (ReLU) that says which experts are used: cross entropy per expert, Adam."""
+def _train(x: np.ndarray, used: np.ndarray, hidden: int, seed: int, batch: int = 256, rate: float = 3e-3) -> np.ndarray:
+    """Weights of a network with one hidden layer (ReLU) that says which experts are used: cross entropy per expert, Adam.
+
+    Twelve times through all tokens, and at least 800 steps.
+    """
     rng, (n, width), n_expert = np.random.default_rng(seed), x.shape, used.shape[1]
     size = (width + 1) * hidden, (hidden + 1) * n_expert
     starts = [rng.normal(size=s) / np.sqrt(s / c) for s, c in zip(size, (hidden, n_expert))]
     w: np.ndarray = np.concatenate(starts).astype(np.float32)
     mean, square, steps = np.zeros_like(w), np.zeros_like(w), 0
-    total = epochs * -(-n // batch)
+    n_batches = -(-n // batch)
+    epochs = max(12, -(-800 // n_batches))
     for _ in range(epochs):
-        for rows in np.array_split(rng.permutation(n), -(-n // batch)):
+        for rows in np.array_split(rng.permutation(n), n_batches):
             inside, h, s = _forward(x[rows], w, hidden, n_expert)
             first, last = _parts(w, width, hidden)
             error = (1 / (1 + np.exp(-s)) - used[rows]) / len(rows)
@@ -306,6 +312,6 @@ def _train(x: np.ndarray, used: np.ndarray, hidden: int, seed: int, epochs: int 
             grads = [np.vstack([inside.T @ back, back.sum(0)]), np.vstack([np.maximum(h, 0).T @ error, error.sum(0)])]
             grad, steps = np.concatenate([g.ravel() for g in grads]), steps + 1
             mean, square = 0.9 * mean + 0.1 * grad, 0.99 * square + 0.01 * grad * grad
-            slow = rate * (1 - steps / (total + 1))
+            slow = rate * (1 - steps / (epochs * n_batches + 1))
             w = w - slow * (mean / (1 - 0.9**steps)) / (np.sqrt(square / (1 - 0.99**steps)) + 1e-8)
     return w.astype(np.float32)

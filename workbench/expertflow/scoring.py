@@ -100,7 +100,7 @@ def evaluate(predictor: Predictor, seen: Seen, choose: Choose, where: np.ndarray
         best = np.take_along_axis(chosen, seen.routes.experts[m, rows, :1].astype(np.int64), 1)
         nbytes = seen.gates.expert_bytes[m] if seen.gates.expert_bytes else 0
         shares = (fetched / n, both / used.sum(), both / max(fetched, 1), best.mean(), (chosen == used).all(1).mean(), fetched / n * nbytes)
-        out.append(Score(predictor.name, int(seen.routes.layers[m]), n, *map(float, shares), *predictor.cost(seen.gates, m)))
+        out.append(Score._make((predictor.name, int(seen.routes.layers[m]), n, *map(float, shares), *predictor.cost(seen.gates, m))))
     return out
 
 
@@ -158,8 +158,3 @@ def _unions(rows: np.ndarray, groups: np.ndarray, n: int) -> np.ndarray:
     out = np.zeros((n, rows.shape[1]), bool)
     np.logical_or.at(out, groups, rows)
     return out
-
-
-def expected_union(n_expert: int, k: int, tokens: int) -> float:
-    """Different experts of a batch whose tokens choose evenly and independently: E · (1 - (1 - k/E)^tokens)."""
-    return n_expert * (1 - (1 - k / n_expert) ** tokens)
