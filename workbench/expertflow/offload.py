@@ -49,6 +49,7 @@ class Offloaded:
     def close(self) -> None:
         """Give all memory on the device back; the model stays open."""
         self.session.close()
+        self.scheduler.close()
         self.engine.pool.close()
         if self.session.model.context is not None:
             self.session.model.close()
