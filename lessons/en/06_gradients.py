@@ -148,10 +148,10 @@ except GraphError as error:
 # are *finite differences*. They take two runs per weight, and the network has 552 of them; the backward graph gives all in one run.
 
 # %%
-net = state.network(with_data=True)
-grads = state.gradients(net)
+checked = state.network(with_data=True)
+grads = state.gradients(checked)
 places = [("w1", (0, 0)), ("w1", (12, 5)), ("b1", (3,)), ("w2", (1, 2)), ("b2", (4,))]
-rows = [(f"{name}{list(i)}", state.slope(net, name, i, h=0.01), grads[name][i]) for name, i in places]
+rows = [(f"{name}{list(i)}", state.slope(checked, name, i, h=0.01), grads[name][i]) for name, i in places]
 assert all(abs(a - b) < 3e-4 for _, a, b in rows)
 rows = [(what, f"{a:.3f}", f"{b:.3f}", f"{b / a:.2f}") for what, a, b in rows]
 views.table(["weight", "finite difference", "gradient", "ratio"], rows, "Two ways, one slope.")
@@ -164,10 +164,10 @@ lesson.predict("step")
 
 # %%
 steps_h = [1.0, 0.1, 0.01, 1e-3, 1e-4, 1e-5, 1e-6]
-errors = {h: state.slope_error(net, h) for h in steps_h}
+errors = {h: state.slope_error(checked, h) for h in steps_h}
 
 def what_if_step(i):
-    h, error = steps_h[i], errors[steps_h[i]]
+    h, error = steps_h[i], state.slope_error(checked, steps_h[i])
     said = "below 0.03 %" if error < 3e-4 else "below 2 %" if error < 0.02 else "above 2 %"
     return {"step h": f"{h:g}", "the bend, about h²": f"{h * h:.0e}",
             "rounding, about 1e-7 / h": f"{1e-7 / h:.0e}", "error found": said}
@@ -222,7 +222,7 @@ all_of = [wb.statistics(g).total.flops for g in (trainer.forward, trainer.graph)
 views.side_by_side([("products, forward: 2 · N · D", 2 * n * d, work["forward"]),
                     ("products, training: 6 · N · D", 6 * n * d, work["training"]),
                     ("… but x needs no gradient", 6 * n * d - 2 * count["w1"] * d, work["training"]),
-                    ("forward → training, all ops", *all_of)], ("formula", "counted"),
+                    ("all ops: forward → training", *all_of)], ("formula", "counted"),
                    "Three times, less the first layer's input.")
 
 # %% [markdown]
