@@ -64,7 +64,7 @@ class MoELesson:
         cache = models.KVCache(model.hparams, n, runner.backend.buffer_type)
         step = models.build_step(model, cache, n, cache.n_ctx, n)
         for t in step.graph.nodes:
-            if t.name.startswith("ffn_norm"):
+            if t.name.startswith(("ffn_norm", "ffn_moe_kept")):
                 t.mark(Flag.OUTPUT)
         runner.prepare(step.graph)
         at, seq = np.arange(n), np.zeros(n, np.int64)

@@ -15,6 +15,8 @@ from workbench.devices import CpuBackend, Plan
 from workbench.devices.simulated import simulated_machine
 from workbench.errors import ContextClosed
 from workbench.execution import GraphRunner
+from workbench.lessons.balance_states import Lesson17 as Lesson17
+from workbench.lessons.balance_states import Lesson18 as Lesson18
 from workbench.lessons.device_states import Lesson07 as Lesson07
 from workbench.lessons.expert_states import Lesson19 as Lesson19
 from workbench.lessons.graph_states import Lesson03 as Lesson03

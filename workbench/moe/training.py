@@ -93,7 +93,7 @@ class ClusterModel:
             return {name: new_parameter(weights, rng, *ne, *experts, name=name) for name, ne in shapes.items()}
 
         self._alone = FeedForward(**matrices(shared or hidden)) if shared or router is None else None
-        self._experts = ExpertWeights(**matrices(hidden, n_expert), shared=self._alone) if router else None
+        self.experts = ExpertWeights(**matrices(hidden, n_expert), shared=self._alone) if router else None
         self._gate = new_parameter(weights, rng, d, n_expert, name="router") if router else None
         self._bias = weights.from_numpy(np.zeros(n_expert, np.float32), name="selection bias") if remedy.bias else None
         self._work = Context(2**20, no_alloc=True, name="training")
@@ -111,7 +111,7 @@ class ClusterModel:
             else:
                 routing = build_router(x, self._gate, self.router, selection_bias=self._bias)  # type: ignore[arg-type]
                 used = routing if routes is None else replace(routing, experts=routes)
-                out = build_experts(x, self._experts, used)  # type: ignore[arg-type]
+                out = build_experts(x, self.experts, used)  # type: ignore[arg-type]
             loss = ops.scale(ops.sum(ops.sqr(ops.sub(out, y))), 1 / y.n_elements).named("loss of the task")
             return _Net(x, y, out, loss, routing)
 
@@ -137,6 +137,11 @@ class ClusterModel:
         return self
 
     # ---- looking at the result
+
+    @property
+    def selection_bias(self) -> np.ndarray:
+        """The bias of each expert as it stands, zeros where there is none."""
+        return np.zeros(self.router.n_expert if self.router else 1, np.float32) if self._bias is None else self._bias.numpy().copy()
 
     def load(self, last: int = 50) -> np.ndarray:
         """Choices per expert over the last steps."""

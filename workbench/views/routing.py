@@ -19,9 +19,13 @@ CAUSES = {
     "first": "Choice {rank} of ‘{word}’ is expert {e}, the first row for it: one more matrix to read.",
     "no limit": "Choice {rank} of ‘{word}’ is expert {e}, which has rows already: place {place} in its queue.",
     "full": "Choice {rank} of ‘{word}’ is expert {e}, whose {capacity} places are taken: dropped, with weight 0.",
+    "starved": "Steps {a} to {b}: {who} fell below a tenth of the fair share, {fair}. An expert without tokens learns nothing.",
+    "fuller": "Steps {a} to {b}: expert {e} has {share}, {fair} is fair: more than before ({was}). It is trained most, and wanted more.",
+    "evener": "Steps {a} to {b}: the fullest, expert {e}, has {share}, {fair} is fair; before, the fullest had {was}.",
+    "first load": "Steps {a} to {b}, at the start: the fullest is expert {e} with {share}; {fair} is fair.",
     "add": "Expert {e} computes its network in full and counts for {w:.1%}. Now {share:.1%} of the weight is in the sum.",
 }
-"""Every reason for a step of `queue_steps` and `sum_steps`."""
+"""Every reason for a step of `queue_steps`, `sum_steps` and `training_steps`."""
 COLUMNS, HEIGHT = 92, 0.36  # characters in a line of `token_picture`; inches from line to line
 
 
@@ -135,3 +139,70 @@ def sum_steps(results: Any, weights: Sequence[float], title: str = "The weighted
         })  # fmt: skip
     return {"title": title, "lanes": [f"expert {e}" for e in range(len(weights))], "columns": ["", ""], "table": "after this expert",
             "steps": steps}  # fmt: skip
+
+
+def training_steps(counts: Any, every: int = 20, title: str = "Load while training") -> dict[str, Any]:
+    """Choices per expert at each step of a training run, (steps, E), summed over stretches of `every` steps: how a load becomes uneven."""
+    counts = np.asarray(counts, float)
+    if counts.ndim != 2 or not 0 < every <= len(counts):
+        raise ShapeError(f"counts {counts.shape}, every {every} steps", "(steps, E), and at least one stretch")
+    n_expert, fair = counts.shape[1], 1 / counts.shape[1]
+    shares = counts[: len(counts) // every * every].reshape(-1, every, n_expert).sum(1)
+    shares /= shares.sum(1, keepdims=True)
+    steps, starved = list[dict[str, Any]](), set[int]()
+    for i, row in enumerate(shares):
+        new = {e for e in range(n_expert) if row[e] < fair / 10} - starved
+        starved |= new
+        e, was = int(row.argmax()), shares[i - 1].max() if i else 0.0
+        cause = "first load" if not i else "starved" if new else "fuller" if row[e] > was else "evener"
+        who = ", ".join(f"expert {x}" for x in sorted(new))
+        steps.append({
+            "label": f"{every * (i + 1)}", "cause": cause, "change": bool(new),
+            "sentence": CAUSES[cause].format(a=every * i, b=every * (i + 1), e=e, share=f"{row[e]:.0%}", was=f"{was:.0%}",
+                                             fair=f"{fair:.1%}", who=who),
+            "marks": [[x, f"{100 * v:.0f}", min(1.0, v / fair / 2)] for x, v in enumerate(row)],
+            "table": [[str(x), f"{v:.0%}", "below a tenth of its share" if v < fair / 10 else ""] for x, v in enumerate(row)],
+        })  # fmt: skip
+    return {"title": title, "lanes": [f"expert {e}" for e in range(n_expert)], "columns": ["expert", "choices", ""],
+            "table": "the load in these steps", "steps": steps}  # fmt: skip
+
+
+def group_steps(scores: Any, n_groups: int, n_used: int, group_best: int, k: int, title: str = "Groups, then experts") -> dict[str, Any]:
+    """One token's choice among experts in groups, from its scores [E]: each group's value, the groups that stay, the experts that win."""
+    scores = np.asarray(scores, float)
+    size, steps = len(scores) // n_groups, list[dict[str, Any]]()
+    groups = scores.reshape(n_groups, size)
+    best = -np.sort(-groups, axis=1)[:, :group_best]
+    values = best.sum(1)
+    stay = np.argsort(-values, kind="stable")[:n_used].tolist()
+
+    def step(label: str, cause: str, marks: list[list[Any]], rows: list[list[str]], change: bool = False, **facts: Any) -> None:
+        steps.append({"label": label, "cause": cause, "change": change, "sentence": GROUPS[cause].format(**facts), "marks": marks,
+                      "table": rows})  # fmt: skip
+
+    for g in range(n_groups):
+        marks = [[g * size + i, f"{v:.2f}"[-3:], 1.0 if v >= best[g, -1] else 0.2] for i, v in enumerate(groups[g])]
+        step(f"group {g}", "value", marks, [[str(h), f"{values[h]:.3f}", ""] for h in range(g + 1)], g=g, n=group_best,
+             parts=" + ".join(f"{v:.3f}" for v in best[g]), value=f"{values[g]:.3f}")  # fmt: skip
+    rows = [[str(g), f"{values[g]:.3f}", "stays" if g in stay else "out"] for g in range(n_groups)]
+    step("groups", "stay", [[g * size + i, "✓", 1.0] for g in stay for i in range(size)], rows, True, stay=", ".join(map(str, sorted(stay))))
+    left = np.where(np.isin(np.arange(len(scores)) // size, stay), scores, -np.inf)
+    chosen, free = (np.argsort(-s, kind="stable")[:k].tolist() for s in (left, scores))
+    lost = [e for e in free if e not in chosen]
+    for i, e in enumerate(chosen):
+        step(f"expert {e}", "chosen", [[c, f"{scores[c]:.2f}"[-3:], 1.0] for c in chosen[: i + 1]], rows, e not in free, e=e, g=e // size,
+             s=f"{scores[e]:.3f}", i=i + 1)  # fmt: skip
+    step("lost", "lost" if lost else "none lost", [[e, "✗", 0.0] for e in lost], rows, bool(lost),
+         lost=", ".join(f"{e} ({scores[e]:.3f}, group {e // size})" for e in lost), k=k)  # fmt: skip
+    return {"title": title, "lanes": [f"expert {e}" for e in range(len(scores))], "columns": ["group", "value", ""],
+            "table": "the groups", "steps": steps}  # fmt: skip
+
+
+GROUPS = {
+    "value": "Group {g} is as good as its {n} best together: {parts} = {value}.",
+    "stay": "The best groups stay: {stay}. Experts of the others cannot be chosen, whatever their score.",
+    "chosen": "Choice {i}: expert {e} of group {g}, the best score that is left, {s}.",
+    "lost": "Without groups these would be among the best {k}: expert {lost}. Their groups are out.",
+    "none lost": "Without groups the same {k} experts would be chosen.",
+}
+"""Every reason for a step of `group_steps`."""
