@@ -23,6 +23,13 @@ const subject = (trace, k) => {                     // the tensor that a step is
   const event = trace.steps[k].event;
   return event[0] === 'split' ? trace.order[event[2]] : event[0] === 'stage' || event[0] === 'fail' ? -1 : event[1];
 };
+// Where a box is scrolled to and how large it is, kept by its own events: asking the page in each step would lay it out each time.
+function measured(node) {
+  const at = {x: 0, y: 0, w: 0, h: 0};
+  node.addEventListener('scroll', () => { at.x = node.scrollLeft; at.y = node.scrollTop; });
+  new ResizeObserver(() => { at.w = node.clientWidth; at.h = node.clientHeight; }).observe(node);
+  return at;
+}
 // ---- the graph in layers: only the layer at hand is open
 function layers(trace, model, pick) {
   const {graph} = trace, {tensors} = graph.data, looks = new Map(), home = new Map(), bars = new Map();
@@ -31,7 +38,8 @@ function layers(trace, model, pick) {
     for (const chips of Object.values(b.chips)) for (const c of chips) if (!home.has(c)) home.set(c, k);
   });
   const canvas = h('div', {className: 'wb-scroll wb-layers', tabIndex: 0, role: 'region', 'aria-label': `${trace.title}: the graph, top to bottom`});
-  let made = null, key = '', view = null, scale = 0, badges = new Map(), marked = [], box = {};
+  let made = null, key = '', view = null, scale = 0, badges = new Map(), marked = [];
+  const box = measured(canvas);
   const zoom = to => { scale = Math.max(0.15, Math.min(2, to)); size(); };
   const size = () => { if (view) { view.setAttribute('width', made.width * scale + 16); view.setAttribute('height', made.height * scale + 16); } };
   const fitting = () => Math.max(0.6, Math.min(1, ((canvas.clientWidth || 560) - 30) / made.width));
@@ -59,7 +67,7 @@ function layers(trace, model, pick) {
         scale = fitting();
         size();
         if (!graph.blocks.some(b => b.name)) canvas.style.height = `${Math.min(made.height * scale + 40, 480)}px`;
-        if (!canvas.scrollLeft) canvas.scrollLeft = (made.width * scale + 16 - canvas.clientWidth) / 2;
+        if (!canvas.scrollLeft) canvas.scrollLeft = box.x = Math.max(0, (made.width * scale + 16 - canvas.clientWidth) / 2);
       });
     }
     view = svg('svg', {'aria-hidden': 'true', viewBox: `-8 -8 ${made.width + 16 / scale} ${made.height + 16 / scale}`}, made.root);
@@ -102,7 +110,6 @@ function layers(trace, model, pick) {
     put(model, 'opened', opened.includes(b) ? opened.filter(k => k !== b) : [...opened, b]);
   });
   return {canvas, zoom: by => zoom(scale * by), fit: () => made && zoom(Math.min((canvas.clientWidth - 30) / made.width, (canvas.clientHeight - 20) / made.height)),
-    measure() { box = {w: canvas.clientWidth, h: canvas.clientHeight, x: canvas.scrollLeft, y: canvas.scrollTop}; },
     draw(s, now, by) {
       const at = home.get(now), opened = [...new Set([...model.get('opened'), ...(at === undefined ? [] : [at])])].filter(b => graph.blocks[b]?.name).sort((a, b) => a - b);
       if (!made || at !== undefined || key === '' || key.split('|')[1] !== model.get('opened').join()) {
@@ -121,8 +128,8 @@ function layers(trace, model, pick) {
       const part = made.boxes.get(now)?.[0] ?? made.frames[made.covers.get(now)], card = part?.querySelector('rect');
       if (card) {
         const [cx, cy] = [(+card.getAttribute('x') + 8) * scale, (+card.getAttribute('y') + 8) * scale], tall = box.h || 400, w = box.w || 560;
-        if (cy < box.y + 40 || cy > box.y + tall - 90) canvas.scrollTop = cy - tall / 2;
-        if (cx < box.x + 20 || cx > box.x + w - 150) canvas.scrollLeft = cx - w / 2 + 60;
+        if (cy < box.y + 40 || cy > box.y + tall - 90) canvas.scrollTop = box.y = Math.max(0, cy - tall / 2);
+        if (cx < box.x + 20 || cx > box.x + w - 150) canvas.scrollLeft = box.x = Math.max(0, cx - w / 2 + 60);
       }
     }};
 }
@@ -140,8 +147,8 @@ function stages(trace, pick) {
     h('table', {className: 'wb-table', 'aria-rowcount': rows.length + 1},
       h('colgroup', {}, h('col', {style: 'width:30%'}), ...columns.map(() => h('col', {})), h('col', {})),
       h('thead', {}, h('tr', {}, ...['node', ...columns.map(c => c[0]), 'split'].map(c => h('th', {scope: 'col', title: c}, c.replace('pass ', '').replace('by hand', 'usr'))))), body));
-  let last = null;
-  const cell = (s, other, t, i) => {
+  let last = null, top = 0;
+  const at = measured(box), cell = (s, other, t, i) => {
     const mine = s.table[t]?.[i], theirs = other ? other.table(t, i) : undefined, differs = other && (mine === undefined || theirs === undefined ? mine !== theirs : !other.same(mine[0], theirs));
     const look = mine ? backendLook(trace, mine[0]) : null;
     const td = h('td', {className: differs ? 'wb-differs' : '', title: mine ? `${look.name}: ${trace.causes[mine[1]]}` : ''},
@@ -154,19 +161,17 @@ function stages(trace, pick) {
     return h('td', {className: mine === theirs ? '' : 'wb-differs'}, mine === theirs ? mine : `${mine || '–'}≠${theirs || '–'}`);
   };
   const fill = () => {
-    const {s, now, other} = last, from = Math.max(0, Math.min(rows.length - 1, Math.floor(top / ROW) - 3)), to = Math.min(rows.length, from + Math.ceil(tall / ROW) + 6);
+    const {s, now, other} = last, tall = at.h || 340, from = Math.max(0, Math.min(rows.length - 1, Math.floor(top / ROW) - 3)), to = Math.min(rows.length, from + Math.ceil(tall / ROW) + 6);
     const filler = n => h('tr', {'aria-hidden': 'true'}, h('td', {colSpan: columns.length + 2, style: `height:${n * ROW}px;padding:0;border:0`}));
     body.replaceChildren(...(from ? [filler(from)] : []), ...rows.slice(from, to).map((t, k) => h('tr', {'aria-rowindex': from + k + 2, className: t === now ? 'wb-current' : '', onclick: () => pick(t),
       ...(t === now ? {'aria-current': 'true'} : {})}, h('td', {title: said(tensors[t])}, nameOf(trace, t)), ...columns.map(([, i]) => cell(s, other, t, i)), splitCell(s, other, t))),
       ...(to < rows.length ? [filler(rows.length - to)] : []));
   };
   box.addEventListener('scroll', () => { if (last && Math.abs(box.scrollTop - top) > ROW) { top = box.scrollTop; fill(); } });
-  let top = 0, tall = 0;
-  return {box, measure() { top = box.scrollTop; tall = box.clientHeight || 340; }, draw(s, now, other, upTo) {
+  return {box, draw(s, now, other, upTo) {
     last = {s, now, other, upTo};
-    const at = rows.indexOf(now);
-    const away = at >= 0 && (at * ROW < top || (at + 2) * ROW > top + tall);
-    if (away) top = Math.max(0, Math.min(at * ROW - tall / 2, (rows.length + 2) * ROW - tall));
+    const row = rows.indexOf(now), tall = at.h || 340, away = row >= 0 && (row * ROW < top || (row + 2) * ROW > top + tall);
+    if (away) top = Math.max(0, Math.min(row * ROW - tall / 2, (rows.length + 2) * ROW - tall));
     fill();
     if (away) box.scrollTop = top;
   }};
@@ -276,8 +281,6 @@ function render({model, el, signal}) {
   };
   const draw = () => {
     if (!run || run.trace !== main() || (run.other?.trace ?? null) !== (two() ? beside() : null)) setUp();
-    run.graph.measure();                             // all that is measured, before anything is written
-    run.table.measure();
     const {trace} = run, k = now(), step = trace.steps[k], asks = questions.open(trace, k) && get('side') === 'A';
     const s = asks && k > 0 ? stateAt(trace, k - 1) : asks ? START.schedule(trace) : stateAt(trace, k), about = subject(trace, k), other = run.other ? compared(k) : null, upTo = reached(trace, s, asks ? k - 1 : k), over = upTo === Infinity;
     bar.setAttribute('aria-label', `${trace.title}: arrow keys step, n and p jump to a change, Page Up and Page Down to a pass, Home and End`);
@@ -285,7 +288,7 @@ function render({model, el, signal}) {
     place.textContent = `step ${k + 1} of ${last() + 1} · ${trace.stages.find(([name]) => name === step.stage)[1]}`;
     first.disabled = back.disabled = k === 0;
     on.disabled = end.disabled = k === last();
-    passes.value = step.stage;
+    if (passes.value !== step.stage) passes.value = step.stage;
     versus.hidden = also.hidden = !other;
     const mine = b => backendLook(trace, b).name;
     run.roll.draw(s, about, other && (t => other.match[t] < 0 || other.name(other.state.of[other.match[t]]) !== mine(s.of[t])));
