@@ -120,7 +120,7 @@ def main():
         found = network.load_predictors(args.out / "predictors" / f"{name}.npz")       # as they are stored
         rows = list(rows_of(found, report, name))
         with open(args.out / "metrics" / f"{name}_predictors.csv", "w", newline="") as f:
-            writer = csv.DictWriter(f, list(rows[0]))
+            writer = csv.DictWriter(f, list(rows[0]), lineterminator="\n")
             writer.writeheader()
             writer.writerows({k: round(v, 5) if isinstance(v, float) else v for k, v in r.items()} for r in rows)
         print(f"{name}: done in {time.perf_counter() - start:.0f} s", flush=True)

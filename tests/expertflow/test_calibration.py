@@ -178,7 +178,8 @@ def test_drift_is_found_where_the_domain_changes(name):
     assert abs(found[0][3] - border) <= 8                                                 # and it says since when
     after = [e[3] for e in of["batch"] if e[1] > found[0][1]]
     assert np.mean(after) > 0.93
-    stale = np.mean([(v[u] >= t).mean() for b in abroad for v, u, t in zip(b.values, b.used, calibrate(predictor, domain(name, 0, 8)).values[-len(b.values):])])
+    old = calibrate(predictor, domain(name, 0, 8)).values[-len(abroad[0].values) :]
+    stale = np.mean([(v[u] >= t).mean() for b in abroad for v, u, t in zip(b.values, b.used, old)])
     assert stale < 0.9                                                                    # without it
 
 
@@ -209,8 +210,10 @@ def test_a_shift_either_way_is_found(shift, direction):
 
 
 def test_the_window_forgets():
-    _, of = kinds(recalibrate(bernoulli(0.0, 300), Online(window=100, every=50)))
-    assert all(tokens <= 110 for *_, tokens in of["calibrated"]) and len(of["calibrated"]) > 20
+    _, of = kinds(recalibrate(bernoulli(0.0, 300), Online(window=300, every=50)))
+    assert all(tokens <= 310 for *_, tokens in of["calibrated"]) and len(of["calibrated"]) > 40
+    with pytest.raises(ParameterError, match="238 or more"):
+        list(recalibrate(bernoulli(0.0, 3), Online(window=100)))
 
 
 # ---- bad input
