@@ -13,12 +13,11 @@ from pathlib import Path
 
 import numpy as np
 
-from workbench.moe import Router, balance
-from workbench.moe.training import ClusterModel, ClusterTask, Remedy, equal_hidden, specialisation
+from workbench.moe import Router
+from workbench.moe.training import REMEDIES, ClusterModel, ClusterTask, equal_hidden, report
 
 SEEDS, STEPS, EVERY = range(10), 400, 10
 TOP1, TOP2 = Router(8, 1, normalise=False), Router(8, 2)
-REMEDIES = {"none": Remedy(), "load-balancing loss": Remedy(aux=0.2), "z-loss": Remedy(z=1e-3), "selection bias": Remedy(bias=0.01)}
 CURVES = range(5)
 
 
@@ -32,20 +31,8 @@ def main(args: list[str]) -> None:
 
 def balances() -> dict[str, list[dict[str, float]]]:
     """remedy -> one record per seed."""
-    return {name: [balanced(ClusterModel(ClusterTask(seed=s), TOP1, remedy=remedy, seed=s).train(STEPS)) for s in SEEDS]
-            for name, remedy in REMEDIES.items()}  # fmt: skip
-
-
-def balanced(model: ClusterModel) -> dict[str, float]:
-    """What lesson 17 says about a trained model: its load over the last 50 steps, and tokens it did not see."""
-    load, seen = model.load(), model.test()
-    logits = seen["logits"].astype(float)
-    log_sum = np.log(np.exp(logits - logits.max(1, keepdims=True)).sum(1)) + logits.max(1)
-    return {"loss": rounded(seen["loss"]), "entropy": rounded(balance.load_entropy(load)), "variation": rounded(balance.variation(load)),
-            "max violation": rounded(balance.max_violation(load)), "least over mean": rounded(load.min() / load.mean()),
-            "dropped at 1.25": rounded(balance.dropped_fraction(load, 1.25 * load.mean())),
-            "specialisation": rounded(specialisation(seen["clusters"], seen["experts"])),
-            "mean square of log sum exp": rounded((log_sum**2).mean())}  # fmt: skip
+    return {name: [{k: rounded(v) for k, v in report(ClusterModel(ClusterTask(seed=s), TOP1, remedy=remedy, seed=s).train(STEPS)).items()}
+                   for s in SEEDS] for name, remedy in REMEDIES.items()}  # fmt: skip
 
 
 def curves() -> dict[str, dict[str, object]]:

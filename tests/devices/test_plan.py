@@ -252,6 +252,13 @@ def test_blas_has_one_thread_inside_a_run_and_its_own_number_outside(ctx):
     assert seen == [[1] * len(outside)]
 
 
+@pytest.mark.parametrize("name", ["MUL_MAT", "MUL_MAT_ID", "OUT_PROD", "MUL_MAT_ID_BACK", "OUT_PROD_ID"])
+def test_every_op_that_calls_blas_is_known_to_do_so(name):
+    _, _, graph = graph_of(MAKERS[name], 64, 5)
+    plan = CpuBackend().plan(graph)
+    assert plan._blas is SINGLE_THREADED_BLAS
+
+
 def test_nested_limits_are_restored_by_the_last_one():
     with SINGLE_THREADED_BLAS.controller().limit(limits=2):
         outside = _blas_threads()

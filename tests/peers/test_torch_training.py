@@ -144,3 +144,21 @@ def test_training_runs(name):
         assert trainer.step({pair.x: x, pair.y: y}) == pytest.approx(loss.item(), abs=1e-4)
     for w, t in zip(pair.parameters, mine):
         assert np.abs(w.numpy() - t.detach().numpy()).max() < 1e-4
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_balance_losses(k):
+    """`transformers`' load-balancing loss sums its shares to k, ours to 1; the z-loss is the mean square of PyTorch's logsumexp."""
+    from workbench.moe import balance
+
+    rng = np.random.default_rng(k)
+    with Context() as ctx:
+        router = moe.Router(6, k)
+        r = moe.build_router(ctx.from_numpy(rng.standard_normal((50, 8)).astype("f4")), ctx.from_numpy(rng.standard_normal((6, 8)).astype("f4")), router)
+        loss, z = balance.load_balancing_loss(r, router), balance.z_loss(r.logits)
+        compute(build(loss, z, r.logits))
+        logits = torch.tensor(r.logits.numpy().copy())
+        assert z.numpy().item() == pytest.approx(logits.logsumexp(-1).square().mean().item(), rel=1e-5)
+        transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install '.[train]'")
+        module = __import__("transformers.models.mixtral.modeling_mixtral", fromlist=["load_balancing_loss_func"])
+        assert transformers and module.load_balancing_loss_func((logits,), 6, k).item() == pytest.approx(k * loss.numpy().item(), rel=1e-5)

@@ -61,7 +61,7 @@ class Speed:
             else self.launch_ns
         )
         moved = spec.moved(node)
-        weights = node.src[0] if node.op in ("MUL_MAT", "MUL_MAT_ID", "OUT_PROD") else None
+        weights = node.src[0] if node.op in PRODUCTS else None
         if weights is not None:
             rate = self.flops_of.get(weights.dtype.name, self.flops)
             ids = node.src[2] if node.op == "MUL_MAT_ID" else None
@@ -94,6 +94,10 @@ GPU = Speed()
 """A round-numbered card on a PCIe link."""
 CPU = Speed(launch_ns=200, flops=100.0, memory=20.0, link=10.0, link_ns=200)
 """A round-numbered host; its link is memory to memory."""
+
+
+PRODUCTS = ("MUL_MAT", "MUL_MAT_ID", "OUT_PROD", "MUL_MAT_ID_BACK", "OUT_PROD_ID")
+"""Ops whose arithmetic runs at the rate of products, not at that of vectors."""
 
 
 # ---- presets

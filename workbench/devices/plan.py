@@ -35,7 +35,7 @@ TASK_NS = 50_000
 FLOPS_PER_NS, BYTES_PER_NS = 50, 10
 """A rough machine for that estimate. It is a constant on purpose: the cut must be the same everywhere."""
 
-_BLAS_OPS = frozenset({"MUL_MAT", "MUL_MAT_ID", "OUT_PROD"})
+_BLAS_OPS = frozenset({"MUL_MAT", "MUL_MAT_ID", "OUT_PROD", "MUL_MAT_ID_BACK", "OUT_PROD_ID"})
 _COMPUTE = int(Flag.COMPUTE)
 _WHERE = operator.attrgetter("_storage", "_offset", "context")
 
