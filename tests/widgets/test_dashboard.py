@@ -1,0 +1,64 @@
+"""The dashboard: every knob runs the simulation again, the run before stays beside it, and the symptoms' table tells the truth."""
+
+import numpy as np
+import pytest
+
+from workbench import models
+from workbench.errors import ParameterError
+from workbench.expertflow import sources
+from workbench.expertflow.observe import record
+from workbench.expertflow.timing import costs
+from workbench.expertflow.tuning import Bench, Settings, symptoms
+from workbench.widgets.dashboard import Dashboard
+
+
+@pytest.fixture(scope="module")
+def bench():
+    trace = sources.load("tiny-mixtral").trace
+    with models.load("tiny-mixtral-f16") as model:
+        seen = record(model, trace.select(trace.sequences == 20))
+    return Bench(seen, costs(kind="q4_0"), trace, n_tokens=48, request_tokens=2)
+
+
+def test_every_knob_runs_it_again_and_keeps_the_run_before(bench):
+    board = Dashboard(bench)
+    for i, (_, low, high, _) in enumerate(board.knobs):
+        before, values = board.outcome, list(board.values)
+        values[i] = high if values[i] != high else low
+        board.values = values
+        assert board.outcome is not before and board._board.before is before
+        assert board.outcome.settings == board.settings(*values) != before.settings
+        assert f"{board.outcome.stream.per_token:.1f}" in board.below and "<svg" in board.below
+    assert "<svg" not in board.stored_html() and "<img alt=" in board.stored_html()
+    assert "0x" not in board.stored_text()
+
+
+def test_the_same_settings_give_the_same_run(bench):
+    a, b = (bench.run(Settings("predicted", predictor="gate", window=2)) for _ in range(2))
+    assert a.stream.ledger == b.stream.ledger and a.served.latencies == b.served.latencies
+
+
+def test_each_symptom_shows_and_is_mended(bench):
+    for row in symptoms(bench):
+        shown, mended = row.read(bench.run(row.shows)), row.read(bench.run(row.mended))
+        assert np.isfinite([shown, mended]).all()
+        better = mended > shown if row.counter in ("recall", "slots") else mended <= shown
+        assert better, row.name
+
+
+def test_perfect_forecasts_have_perfect_recall(bench):
+    out = bench.run(Settings("predicted", predictor="oracle", window=3))
+    assert out.recall == out.precision == 1.0
+    assert bench.run(Settings()).recall != bench.run(Settings()).recall        # NaN: nothing was forecast
+
+
+def test_a_slower_link_is_never_faster(bench):
+    times = [bench.run(Settings(link=link)).stream.per_token for link in (6.0, 12.6, 25.2)]
+    assert times == sorted(times, reverse=True)
+
+
+def test_unknown_knobs(bench):
+    with pytest.raises(ParameterError):
+        bench.run(Settings(predictor="tea leaves"))
+    with pytest.raises(ParameterError):
+        bench.run(Settings(policy="fifo"))
