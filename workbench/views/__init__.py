@@ -23,6 +23,7 @@ from workbench.views.lines import curves_picture, lane_picture, line_picture
 from workbench.views.memory import MemoryMap, address_steps, arena_steps, byte_map, memory_picture
 from workbench.views.palette import OKABE_ITO, QUANTITY, Style, style
 from workbench.views.perfetto import to_perfetto
+from workbench.views.prediction import forecast_steps, group_picture, layer_picture, online_picture, recall_picture
 from workbench.views.rasters import heat_picture, raster_picture, route_steps
 from workbench.views.routing import (
     group_steps,
@@ -47,12 +48,14 @@ from workbench.views.whatif import compare_table, optimum_table, outcome_table, 
 
 __all__ = ["Card", "Hazard", "MemoryMap", "OKABE_ITO", "Picture", "QUANTITY", "Stack", "Style", "Table",
            "address_steps", "arena_steps", "backward_steps", "byte_map", "cache_steps", "compare_table",
-           "curves_picture", "expand_steps", "expert_picture", "graph_data", "graph_picture", "group_steps", "hazards",
-           "heat_picture", "hindcast_table", "hit_rate_picture", "lane_picture", "layered_picture",
-           "ledger_picture", "ledger_table", "line_picture", "load_picture", "load_table", "memory_map",
-           "memory_picture", "memory_steps", "memory_table", "missing_wait", "new_figure", "optimum_table",
-           "outcome_table", "parts_picture", "picture", "placement_table", "plan_steps", "queue_steps",
-           "raster_picture", "record_steps", "regime_picture", "residency_picture", "route_steps", "router_picture",
-           "run_steps", "schedule_picture", "schedule_steps", "side_by_side", "split_table", "steps_picture",
-           "style", "sum_steps", "table", "timeline", "timeline_table", "to_perfetto", "token_picture", "training_steps", "token_way",
-           "traffic", "traffic_table", "waits_table", "why_not_view"]  # fmt: skip
+           "curves_picture", "expand_steps", "expert_picture", "forecast_steps", "graph_data", "graph_picture",
+           "group_picture", "group_steps", "hazards", "heat_picture", "hindcast_table", "hit_rate_picture",
+           "lane_picture", "layer_picture", "layered_picture", "ledger_picture", "ledger_table",
+           "line_picture", "load_picture", "load_table", "memory_map", "memory_picture", "memory_steps",
+           "memory_table", "missing_wait", "new_figure", "online_picture", "optimum_table", "outcome_table",
+           "parts_picture", "picture", "placement_table", "plan_steps", "queue_steps", "raster_picture",
+           "recall_picture", "record_steps", "regime_picture", "residency_picture", "route_steps",
+           "router_picture", "run_steps", "schedule_picture", "schedule_steps", "side_by_side", "split_table",
+           "steps_picture", "style", "sum_steps", "table", "timeline", "timeline_table", "to_perfetto",
+           "token_picture", "token_way", "traffic", "traffic_table", "training_steps", "waits_table",
+           "why_not_view"]  # fmt: skip

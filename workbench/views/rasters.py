@@ -49,15 +49,22 @@ def raster_picture(trace: dict[str, Any], caption: str, k: int | None = None, ax
     return picture(figure, f"{shown(trace['title'], 200)}. Column by column: {used}.", caption)
 
 
-def heat_picture(rows: Mapping[str, Sequence[float]], caption: str, alt: str, xlabel: str = "", top: float = 1.0) -> Picture:
-    """Shares as a heat map: one line per row, each value written into its cell; `top` is the end of the scale."""
+def heat_picture(rows: Mapping[str, Sequence[float]], caption: str, alt: str, xlabel: str = "", top: float = 1.0, *,
+                 columns: Sequence[str] | None = None, form: str = ".0%") -> Picture:  # fmt: skip
+    """Shares as a heat map: one line per row, each value written into its cell, NaN as "–"; `top` is the end of the scale.
+
+    columns: what to call them, instead of their numbers; form: how values are written.
+    """
     figure = new_figure(6.4, 0.8 + 0.35 * len(rows))
     axes = figure.add_subplot(xlabel=xlabel)
     axes.imshow(list(rows.values()), cmap=QUANTITY, vmin=0, vmax=top, aspect="auto")
     axes.set_yticks(range(len(rows)), list(rows))
     for y, row in enumerate(rows.values()):
         for x, share in enumerate(row):
-            axes.text(x, y, f"{share:.0%}", ha="center", va="center", color="white" if share < 0.6 * top else "black", fontsize=8)
+            said, light = ("–", False) if share != share else (format(share, form), share < 0.6 * top)
+            axes.text(x, y, said, ha="center", va="center", color="white" if light else "black", fontsize=8)
+    if columns is not None:
+        axes.set_xticks(range(len(columns)), [shown(c, 20) for c in columns], fontsize=8)
     return picture(figure, alt, caption)
 
 
