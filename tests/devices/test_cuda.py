@@ -18,13 +18,27 @@ from tests.devices.every_op import MAKERS, graph_of, moe_layer, values
 from tests.models import architectures
 from tests.parity import ops as parity
 from tests.scheduler import random_runs
-from workbench import OPS, Context, CpuBackend, Flag, Scheduler, Session, Tensor, Usage, build, load, ops, place_weights
+from workbench import (
+    OPS,
+    Context,
+    CpuBackend,
+    Flag,
+    Scheduler,
+    Session,
+    Tensor,
+    Usage,
+    build,
+    load,
+    moe,
+    ops,
+    place_weights,
+)
 from workbench.devices import HOST_MEMORY, BufferType, cuda, cuda_memory
 from workbench.devices.calibrate import Calibrator
 from workbench.devices.cost import devices_of
 from workbench.devices.cuda import CudaBackend, why_not
 from workbench.errors import AllocationError, DependencyError, ParameterError, StorageError
-from workbench.execution import compute
+from workbench.execution import GraphRunner, Trainer, compute, new_parameter
 from workbench.trace import Trace
 
 
@@ -469,3 +483,28 @@ def test_what_the_stand_in_offers_is_in_cupy():
         assert hasattr(getattr(cupy.cuda, owner), attribute)
     assert hasattr(cupy.cuda.MemoryPointer, "ptr") and hasattr(cupy.cuda.PinnedMemoryPointer, "ptr") and callable(cupy.is_available)
     assert not missing
+
+
+# ---- training
+
+
+def test_training_on_the_device_has_the_bits_of_the_cpu(fake):
+    """Parameters, momenta and the optimiser's numbers lie in the card's memory; only batches come over, and the loss goes back."""
+
+    def run(backend):
+        rng, weights, work = np.random.default_rng(0), Context(2**16), Context(2**18, no_alloc=True)
+        x, y = (work.new_tensor("f32", n, 16, name=name).mark(Flag.INPUT) for n, name in ((8, "x"), (4, "y")))
+        made = [new_parameter(weights, rng, *ne) for ne in ((8, 4), (8, 8, 4), (8, 8, 4), (8, 8, 4), (8, 4), (4,))]
+        for w in made if not backend.buffer_type.is_host else ():
+            values = w.numpy().copy()
+            w.place(backend.buffer_type.alloc_buffer(w.nbytes))
+            w.set(values)
+        router, gate, up, down, head, bias = made
+        with work.active():
+            h = moe.build_moe_ffn(x, router, moe.ExpertWeights(gate, up, down), moe.Router(4, 2))
+            loss = ops.cross_entropy_loss(ops.add(ops.mul_mat(head, h), bias), y)
+        trainer = Trainer(loss, runner=GraphRunner(backend))
+        batches = [{x: rng.standard_normal((16, 8), np.float32), y: np.eye(4, dtype="f4")[rng.integers(0, 4, 16)]} for _ in range(4)]
+        return trainer.fit(batches), [w.numpy().tobytes() for w in made]
+
+    assert run(CudaBackend(grain=1)) == run(CpuBackend())

@@ -251,8 +251,8 @@ _MAKES_VIEWS = {"CPY", "SET_ROWS", "VIEW", "RESHAPE", "PERMUTE", "TRANSPOSE"}
 def build_backward_expand(graph: CGraph, grad_accs: Mapping[Tensor, Tensor] | None = None, context: Context | None = None) -> CGraph:
     """Add the gradients of the tensors flagged LOSS with respect to those flagged PARAM; returns the graph (`ggml_build_backward_expand`).
 
-    `graph.grad(w)` is then the gradient of w. The loss itself gets an accumulator, a leaf that must hold 1 (`graph.reset()` writes it;
-    in a context with data it does already). grad_accs: tensors to add a parameter's gradient to, in place, at each run; reset
+    `graph.grad(w)` is then the gradient of w. The loss itself gets an accumulator, a leaf that must hold 1: in a context with data it
+    does; without, it is an input, which `graph.reset()` writes and which must be written before each run. grad_accs: tensors to add a parameter's gradient to, in place, at each run; reset
     zeroes them. context: where new tensors are laid out; else the active one, else that of the loss.
 
     Raises GraphError: no loss or no parameter, an op without gradient between them, gradients that are there already; ShapeError,

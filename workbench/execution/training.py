@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from workbench.cgraph import CGraph, build
-from workbench.devices.backend import buffer_type_of
+from workbench.devices.backend import HOST_MEMORY, buffer_type_of
 from workbench.errors import GraphError, ParameterError, shown
 from workbench.execution.run import GraphRunner
 from workbench.tensors import ops
@@ -68,10 +68,9 @@ class Trainer:
         self.forward = build(loss, *also)
         self.graph = build(loss, *also)
         self.graph.size = 2**31 - 1
-        self._small = Context(2**12, name="training")  # the gradient of the loss, and the numbers of AdamW
-        self._numbers = self._small.new_tensor("f32", 7, name="adamw")
         self._made = Context(2**31, no_alloc=True, name="gradients")  # descriptions: no memory is taken
-        self.graph.build_backward_expand({loss: self._small.new_tensor("f32", 1)}, self._made)
+        self._numbers, seed = self._small("adamw", 7), self._small(f"grad for {loss.name}", 1)
+        self.graph.build_backward_expand({loss: seed}, self._made)
         self.parameters = [t for t in self.graph.nodes if t.flags & Flag.PARAM]
         self._add_steps()
         self.graph.size = max(2048, len(self.graph.nodes), len(self.graph.leafs))
@@ -87,6 +86,13 @@ class Trainer:
             with self._made.active():
                 step = ops.opt_step_adamw(w, self.graph.grad(w), m, v, self._numbers)  # type: ignore[arg-type]
             self.graph.build_forward_expand(step.named(f"AdamW step for {w.name}"))
+
+    def _small(self, name: str, n: int) -> Tensor:
+        """A few numbers in memory of their own: the backend's, or the host's where a scheduler brings them to its devices."""
+        kind = self.runner.backend.buffer_type if isinstance(self.runner, GraphRunner) else HOST_MEMORY
+        t = self._made.new_tensor("f32", n, name=name)
+        t.place(kind.alloc_buffer(t.nbytes))
+        return t
 
     def _momenta(self, w: Tensor) -> tuple[Tensor, Tensor]:
         """Two tensors like `w`, in the same kind of memory."""
