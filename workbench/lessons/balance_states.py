@@ -257,6 +257,16 @@ class Lesson18(MoELesson):
         self._kept_shared = context = Context(sum(a.nbytes for a in arrays) + 2**13, name="shared experts")
         return FeedForward(*(context.from_numpy(np.ascontiguousarray(a)) for a in arrays))
 
+    def active_parameters(self, d: int, f: int, n_expert: int, k: int, n_shared: int) -> int:
+        """Numbers of a layer that one token uses, counted from the tensors of a graph for one token: described, never allocated."""
+        with Context(2**18, no_alloc=True).active() as context:
+            new = context.new_tensor
+            shared = FeedForward(new("f16", d, f * n_shared), new("f16", d, f * n_shared), new("f16", f * n_shared, d)) if n_shared else None
+            experts = moe.ExpertWeights(new("f16", d, f, n_expert), new("f16", d, f, n_expert), new("f16", f, d, n_expert), shared)
+            out = moe.build_moe_ffn(new("f32", d, 1), new("f32", d, n_expert), experts, moe.Router(n_expert, k))
+            used = {"MUL_MAT": 1.0, "MUL_MAT_ID": k / n_expert}
+            return round(sum(used[t.op] * t.src[0].n_elements for t in build(out).nodes if t.op in used and t.src[0]))
+
     def loss_with_routes(self, model: models.Model, routes: str, n_tokens: int = 192) -> float:
         """Nats per token of an English text with the chosen experts, with random ones, or with none but the shared ones."""
         tokens = self.text(n_tokens)
