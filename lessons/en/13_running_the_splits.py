@@ -60,7 +60,7 @@ done = ", ".join(call.split()[0] for call in calls[start:end])
 lesson.reveal("order", done, calls="; ".join(calls[start:end]))
 
 # %% [markdown]
-# ## 2 · Asked is not done · 5 min
+# ## 2 · When is it done? · 5 min
 #
 # `compute_async` returns at once: the work stands in the GPU's *stream*, a queue that the GPU works off by itself. The CPU
 # backend has no stream. What has happened when a call returns?
@@ -126,7 +126,7 @@ n_splits, _, recorded = state.one_token()
 lesson.reveal("calls", len(recorded), splits=n_splits, waits=sum(c.startswith("wait") for c in recorded))
 
 # %% [markdown]
-# ## 4 · What you wrote may be overwritten · 4 min
+# ## 4 · Inputs of the user · 4 min
 #
 # You write x, ask for a run, and do not wait: at once you write the next x into the same tensor. Nothing of the first run has
 # been computed yet (section 2).

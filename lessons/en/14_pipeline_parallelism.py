@@ -11,11 +11,10 @@
 #
 # **50 minutes** · before it: 13, running the splits · after it: 15, dense MoE; 26, several devices
 #
-# Two cards, and a model that is divided between them by layers. While one works, the other waits for its results: twice the hardware, the
-# speed of one. Unless there is more than one batch on the way.
+# Two cards, and a model that is divided between them by layers. Does that make it faster? It depends on how many batches are on their way.
 #
-# Afterwards you can say what four *slots* buy and cost, why exactly these waits are there, and when llama.cpp pipelines at all: more rarely than
-# most people think. Each section needs only the cell below.
+# Afterwards you can say what four *slots* buy and cost, why exactly these waits are there, and when llama.cpp pipelines at
+# all. Each section needs only the cell below.
 
 # %% tags=["setup"]
 import numpy as np
@@ -27,7 +26,7 @@ lesson = lessons.open_lesson("14")
 state = lesson.state
 
 # %% [markdown]
-# ## 1 · Two cards, one works · 5 min
+# ## 1 · One prompt, two cards · 5 min
 #
 # The tiny Mixtral, layers 0 to 2 on GPU0, layers 3 to 5 and the output on GPU1. Both are simulated, and equally fast. A prompt of 32 tokens goes through
 # them, in one batch.
@@ -129,13 +128,13 @@ lesson.reveal("copies", sum(where.values()), where=" and ".join(where))
 # %%
 ran = state.prompt(n_batches=5, n_tokens=16)
 steps = views.run_steps(ran.trace)["steps"]
-first = next(i for i, s in enumerate(steps) if s["cause"] == "event_wait" and "GPU1.0" in s["sentence"])
-again = next(i for i in range(first + 1, len(steps)) if steps[i]["sentence"] == steps[first]["sentence"])
+fifth = next(i for i, s in enumerate(steps) if s["sentence"].startswith("Run 5"))
+again = next(i for i in range(fifth, len(steps)) if steps[i]["sentence"].startswith("GPU1 is to wait"))
 widgets.step_run(ran.trace, "Five batches, four slots", "▲ sets a mark, ▼ waits for one.", k=again)
 
 # %% [markdown]
-# Look for *GPU1 is to wait for event GPU1.0*. This is a wait of the device, not of the host: GPU1 lets nobody write into its slot 0 before it is done with
-# batch 0. The host goes on at once, to the next call.
+# *GPU1 is to wait for event GPU1.0*: the fifth batch is the second one to use slot 0. This is a wait of the device, not of the host: GPU1
+# lets nobody write into its slot before it is done with the first batch. The host goes on at once, to the next call.
 #
 # ## 4 · One event less · 6 min
 #
@@ -243,14 +242,7 @@ views.side_by_side(rows, ("sum", "measured"),
 #
 # ## 7 · When llama.cpp pipelines at all · 6 min
 #
-# All of these must hold (`llama_context`, August 2026):
-#
-# 1. more than one GPU;
-# 2. *all* layers on GPUs, the output included (`-ngl` above the number of layers);
-# 3. divided by layers, not by rows or tensors (`-sm layer`);
-# 4. the KV cache on the GPUs (no `-nkvo`);
-# 5. no overrides of where tensors go (`-ot`, `--n-cpu-moe`);
-# 6. every device, but the CPU, has asynchronous copies *and* events.
+# Since slots cost memory, llama.cpp makes them only where they can help. First your guess, for a setting that many people use:
 
 # %% tags=["predict"]
 lesson.predict("override")
@@ -263,12 +255,21 @@ for what, more in options.items():
     plan = state.plan("rtx3090-pcie4" if what == "one card" else "two-rtx3090", **more)
     rows.append((what, plan.pipelined, sum(d.compute for d in plan.devices)))
 views.table(["the tiny Mixtral, 64 tokens", "pipelined", "compute memory, bytes"], rows,
-            "From the planner, which knows the first two conditions and the fifth.")
+            "From the planner, which follows llama.cpp here.")
 
 # %% tags=["reveal"]
 lesson.reveal("override", "yes" if state.plan(overrides={"_exps": "CPU"}).pipelined else "no")
 
 # %% [markdown]
+# All of these must hold (`llama_context`, August 2026):
+#
+# 1. more than one GPU;
+# 2. *all* layers on GPUs, the output included (`-ngl` above the number of layers);
+# 3. divided by layers, not by rows or tensors (`-sm layer`);
+# 4. the KV cache on the GPUs (no `-nkvo`);
+# 5. no overrides of where tensors go (`-ot`, `--n-cpu-moe`);
+# 6. every device, but the CPU, has asynchronous copies *and* events.
+#
 # And when it pipelines: what is it good for while you wait for an answer, token by token?
 
 # %% tags=["predict"]

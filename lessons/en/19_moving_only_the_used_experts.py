@@ -29,7 +29,7 @@ lesson = lessons.open_lesson("19")
 state = lesson.state
 
 # %% [markdown]
-# ## 1 · Three copies, then one · 7 min
+# ## 1 · Which bytes travel · 7 min
 #
 # A weight with 8 experts lies in host memory, 4,096 bytes each. The card computes `mul_mat_id`: each token with the expert that its
 # *id* names. Five tokens come, with the ids
@@ -53,8 +53,8 @@ views.table(["weight", "first", "last", "bytes", "of these padding"], copies,
 lesson.reveal("three", len(state.copies(state.once([1, 1, 4, 6, 6]).trace)))
 
 # %%
-views.expert_picture({"1 1 4 6 6": ([1, 1, 4, 6, 6], 8, 4096), "4 5 6": ([4, 5, 6], 8, 4096)},
-                     "Neighbours go together. Behind each run come up to 512 bytes of padding.")
+views.expert_picture({"1 1 4 6 6": ([1, 1, 4, 6, 6], 8, 4096)},
+                     "Behind each of them come up to 512 bytes of padding.")
 
 # %% [markdown]
 # Neighbours are one **run**, and one copy. So with the ids 4, 5, 6 there is one. How many bytes does it carry?
@@ -75,6 +75,10 @@ views.table(["ids", "copies: rule", "run", "bytes: rule", "run"], rows,
 
 # %% tags=["reveal"]
 lesson.reveal("bytes", state.copies(state.once([4, 5, 6]).trace)[0].bytes)
+
+# %%
+views.expert_picture({"1 1 4 6 6": ([1, 1, 4, 6, 6], 8, 4096), "4 5 6": ([4, 5, 6], 8, 4096)},
+                     "Neighbours share one copy and one padding: less to carry, and fewer calls.")
 
 # %% [markdown]
 # The same in real ggml, recorded: experts of 512 bytes, ids 1, 5, 2. Two copies, 1 to 2 and 5 alone, each with min(512, 512) bytes more.
@@ -163,10 +167,9 @@ sums = [sum(c.bytes for c in state.copies(r.trace)) for r in (whole, part)]
 print(f"the same logits, bit for bit; {sums[0]:,} bytes whole, {sums[1]:,} in part")
 
 # %% [markdown]
-# ## 4 · Only as the first node · 6 min
+# ## 4 · One node more · 6 min
 #
-# The rule has a condition: the product must be the *first node of its split*. Otherwise the ids may depend on nodes of the same split,
-# which have not even been asked for. Here one more node stands before the product, in the same split:
+# So far the product was alone in its split, or stood first. Now another node stands before it, in the same split, and everything else is as it was:
 
 # %% tags=["predict"]
 lesson.predict("second")
@@ -185,8 +188,9 @@ copies = state.copies(state.once([1, 1, 4, 6, 6], before=True).trace)
 lesson.reveal("second", "whole" if copies[0].bytes == 8 * 4096 else "part", bytes=copies[0].bytes)
 
 # %% [markdown]
-# Real ggml does the same (case `moe_not_first_in_split`: the whole 2,048 bytes). In llama.cpp's graphs the condition holds nearly always, thanks to
-# pass 5: it begins a new split at each weight that must be copied in. So gate, up and down each stand first:
+# So the rule has a condition: the product must be the *first node of its split*. Real ggml does the same (case `moe_not_first_in_split`: the whole
+# 2,048 bytes). In llama.cpp's graphs it holds nearly always, thanks to pass 5: it begins a new split at each weight that must be copied in. So gate, up
+# and down each stand first:
 
 # %%
 scheduler, run = state.decode(34)()
@@ -197,7 +201,7 @@ rows = [(s.nodes[0].name, s.nodes[0].op, len(s.nodes), ", ".join(t.name for t in
 views.table(["first node", "its op", "nodes", "inputs"], rows, "Three splits for one expert layer.")
 
 # %% [markdown]
-# ## 5 · Read once · 5 min
+# ## 5 · Reading the ids · 5 min
 #
 # Each of the five layers has three products with experts, with the same ids. Reading them stops host and card. How often does it happen?
 
@@ -222,11 +226,10 @@ lesson.reveal("reads", state.reads_of_ids(state.experts_of(34).trace))
 print("\n".join(c for c in state.ggml["moe_two_id_sets"] if "ids" in c and ("from" in c or "send" in c)))
 
 # %% [markdown]
-# ## 6 · A bias is not worth it · 5 min
+# ## 6 · And a bias? · 5 min
 #
-# gpt-oss has a bias per expert: `add_id` adds row `id` of a matrix. ggml's source has a line for it, commented out: *weights are small and
-# not worth splitting*. Is that so? In gpt-oss-120b one matrix of an expert has 4.4 MB, its bias 11,520 bytes; there are 128 experts. Say a
-# batch uses 95 of them, as in layer 0 of the published run.
+# gpt-oss has a bias per expert: `add_id` adds row `id` of a matrix. Should the runtime look into that, too? In gpt-oss-120b one matrix of
+# an expert has 4.4 MB, its bias 11,520 bytes; there are 128 experts. Say a batch uses 95 of them, as in layer 0 of the published run.
 
 # %% tags=["predict"]
 lesson.predict("bias")

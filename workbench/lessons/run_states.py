@@ -36,14 +36,14 @@ TEXT = "Once upon a time there was a little dog who liked to run in the park wit
 WORDS = {
     "sync": "wait for {device}", "event_sync": "wait for event {event}", "event_wait": "{device} waits for event {event}",
     "event_record": "record event {event}", "set": "copy {name} to {memory}", "get": "copy {name} from {memory}",
-    "copy_async": "ask {target} to fetch {name}", "set_async": "ask {device} to fetch part of {name}",
+    "copy_async": "ask {target} to fetch {name}", "set_async": "ask {device} to fetch {bytes:,} bytes of {name}",
     "get_async": "ask {device} to send {name}", "compute": "compute {nodes} on {device}", "ask": "callback is asked about {name}",
     "answer": "callback is shown {name}",
 }  # fmt: skip
 """Every call that the host makes in a run, by its event in a trace."""
 GGML = {"sync": ("sync", "device"), "ev_sync": ("event_sync", "event"), "ev_wait": ("event_wait", "device", "event"),
         "ev_record": ("event_record", "device", "event"), "set": ("set", "memory", "name"), "get": ("get", "memory", "name"),
-        "cpy_async": ("copy_async", "device", "target", "name"), "set_async": ("set_async", "device", "name"),
+        "cpy_async": ("copy_async", "device", "target", "name"), "set_async": ("set_async", "device", "name", "offset", "bytes"),
         "get_async": ("get_async", "device", "name"), "compute": ("compute", "device", "nodes")}  # fmt: skip
 """The same in the recordings of ggml: event and fields."""
 
