@@ -282,6 +282,7 @@ class SimulatedDevice(Backend):
         self.deny_ops, self.deny_types = frozenset(deny_ops), frozenset(deny_types)
         self.allow_ops = None if allow_ops is None else frozenset(allow_ops)
         self.offload_min_batch = offload_min_batch
+        self.offers: Callable[[Tensor], bool] | None = None  # asked besides, where several devices share what lies on the host
         self.async_copy, self.async_io, self.events = async_copy, async_io, events
         self.waits = device_type is not DeviceType.CPU if waits is None else waits
         self.speed = speed or (cost.CPU if device_type is DeviceType.CPU else cost.GPU)
@@ -322,7 +323,8 @@ class SimulatedDevice(Backend):
 
     def offload_op(self, node: Tensor) -> bool:
         """Whether the batch is large enough to bring the weights over (`ggml_backend_cuda_device_offload_op`)."""
-        return self.offload_min_batch is not None and batch_size(node) >= self.offload_min_batch
+        enough = self.offload_min_batch is not None and batch_size(node) >= self.offload_min_batch
+        return enough and (self.offers is None or self.offers(node))
 
     # ---- kernels
 
