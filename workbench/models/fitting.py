@@ -5,6 +5,7 @@ A bound, not a forecast: nothing can decode faster than its bytes can be read. `
 
 from __future__ import annotations
 
+import contextlib
 import os
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -82,10 +83,11 @@ class Fit:
         return f"DOES NOT FIT: {'; '.join(f'{c.question}: {c.needed - c.available:,} bytes too many' for c in hard)}."
 
 
-def fit(which: str | os.PathLike[str], vram: int, ram: int, link: float, *, pinned: int | None = None, context: int = 4096,
+def fit(which: str | os.PathLike[str] | GGUFFile, vram: int, ram: int, link: float, *, pinned: int | None = None, context: int = 4096,
         batch: int = 512, ram_speed: float = 58e9, vram_speed: float | None = None, kv: str = "f16") -> Fit:  # fmt: skip
     """Account for a model on one card of `vram` bytes, a host of `ram` bytes and a link of `link` bytes per second.
 
+    which: a path, the name of a shipped model, or an open file, also a `DescribedFile`, which is left open.
     pinned: bytes that the host lets be pinned (default: half of ram). ram_speed, vram_speed: bytes per second of the two memories.
     """
     for what, value in (("vram", vram), ("ram", ram), ("link", link), ("ram_speed", ram_speed)):
@@ -95,7 +97,8 @@ def fit(which: str | os.PathLike[str], vram: int, ram: int, link: float, *, pinn
         if not isinstance(value, int) or not 1 <= value < 2**31:
             raise ParameterError(f"{what}={value!r}", f"a whole number from 1 to {2**31 - 1:,}")
     batch = min(batch, context)
-    with open_gguf(which) as file:
+    with contextlib.ExitStack() as stack:
+        file = which if isinstance(which, GGUFFile) else stack.enter_context(open_gguf(which))
         notes: list[str] = []
         layers, (experts, active) = expert_layers(file), expert_bytes(file)
         total = sum(t.nbytes for t in file.tensors.values())
@@ -128,7 +131,8 @@ def fit(which: str | os.PathLike[str], vram: int, ram: int, link: float, *, pinn
     ]  # fmt: skip
     holds = [c.holds for c in checks]
     fits = "card" if holds[0] and embedding <= ram else "split" if experts and holds[1] and holds[3] else "no"
-    return Fit(os.path.basename(os.fspath(which)), architecture, fits, needs, checks,
+    name = which.path.name if isinstance(which, GGUFFile) else os.path.basename(os.fspath(which))
+    return Fit(name, architecture, fits, needs, checks,
                _bounds(fits, dense, layers, vram - fixed, link, ram_speed, vram_speed, notes), notes)  # fmt: skip
 
 
