@@ -22,8 +22,9 @@ from workbench.scheduler import STAGES
 from workbench.tensors import Context
 from workbench.views import schedule_picture, schedule_steps, steps_picture
 from workbench.views.schedule_drawing import draw_schedule, last_of
+from workbench.views.schedule_pairs import pairing
 from workbench.views.schedule_quiz import RIGHT, WRONG
-from workbench.views.schedule_steps import CAUSES, RULES, pairing
+from workbench.views.schedule_steps import CAUSES, RULES
 from workbench.views.steps import state
 
 SEEDS = st.integers(0, 10**6)

@@ -10,7 +10,8 @@ import traitlets
 from workbench.errors import ParameterError, shown
 from workbench.scheduler import Scheduler
 from workbench.views.schedule_drawing import draw_schedule, last_of
-from workbench.views.schedule_steps import pairing, schedule_steps
+from workbench.views.schedule_pairs import pairing
+from workbench.views.schedule_steps import schedule_steps
 from workbench.views.steps import Steps
 from workbench.views.tables import Stack, table
 from workbench.widgets.base import FOLDER, Shown, script
