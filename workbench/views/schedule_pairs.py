@@ -7,6 +7,7 @@ from typing import Any
 from workbench.views.schedule_steps import NONE, RULES
 from workbench.views.steps import Steps
 
+
 def pairing(a: Steps, b: Steps) -> dict[str, Any]:
     """What of run `b` belongs to what of run `a`, by the names of tensors and backends.
 
