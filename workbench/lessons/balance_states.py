@@ -210,7 +210,8 @@ class Lesson18(MoELesson):
                        for name, v in (("shared gate", gate), ("selection bias", bias))]  # fmt: skip
             experts = dataclasses.replace(merged, shared=network, shared_gate=vectors[0])
             graph = CGraph()
-            routing = moe.build_router(x, self.model.weight("ffn_gate_inp", layer), router, selection_bias=vectors[1], graph=graph, layer=layer)
+            matrix = self.model.weight("ffn_gate_inp", layer)
+            routing = moe.build_router(x, matrix, router, selection_bias=vectors[1], graph=graph, layer=layer)
             if routed != 1.0:
                 routing = dataclasses.replace(routing, weights=ops.scale(routing.weights, routed))
             out = moe.build_experts(x, experts, routing, graph=graph, layer=layer)
@@ -255,13 +256,14 @@ class Lesson18(MoELesson):
             downs.append(merged.down.numpy()[e].astype(np.float32) * run.weights[run.experts == e].mean())
         arrays = [np.concatenate(gates), np.concatenate(ups), np.concatenate(downs, 1)]
         self._kept_shared = context = Context(sum(a.nbytes for a in arrays) + 2**13, name="shared experts")
-        return FeedForward(*(context.from_numpy(np.ascontiguousarray(a)) for a in arrays))
+        gate, up, down = (context.from_numpy(np.ascontiguousarray(a)) for a in arrays)
+        return FeedForward(gate, up, down)
 
     def active_parameters(self, d: int, f: int, n_expert: int, k: int, n_shared: int) -> int:
         """Numbers of a layer that one token uses, counted from the tensors of a graph for one token: described, never allocated."""
         with Context(2**18, no_alloc=True).active() as context:
-            new = context.new_tensor
-            shared = FeedForward(new("f16", d, f * n_shared), new("f16", d, f * n_shared), new("f16", f * n_shared, d)) if n_shared else None
+            new, wide = context.new_tensor, f * n_shared
+            shared = FeedForward(new("f16", d, wide), new("f16", d, wide), new("f16", wide, d)) if n_shared else None
             experts = moe.ExpertWeights(new("f16", d, f, n_expert), new("f16", d, f, n_expert), new("f16", f, d, n_expert), shared)
             out = moe.build_moe_ffn(new("f32", d, 1), new("f32", d, n_expert), experts, moe.Router(n_expert, k))
             used = {"MUL_MAT": 1.0, "MUL_MAT_ID": k / n_expert}

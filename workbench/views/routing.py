@@ -26,6 +26,14 @@ CAUSES = {
     "add": "Expert {e} computes its network in full and counts for {w:.1%}. Now {share:.1%} of the weight is in the sum.",
 }
 """Every reason for a step of `queue_steps`, `sum_steps` and `training_steps`."""
+GROUPS = {
+    "value": "Group {g} is as good as its {n} best together: {parts} = {value}.",
+    "stay": "The best groups stay: {stay}. Experts of the others cannot be chosen, whatever their score.",
+    "chosen": "Choice {i}: expert {e} of group {g}, the best score that is left, {s}.",
+    "lost": "Without groups these would be among the best {k}: expert {lost}. Their groups are out.",
+    "none lost": "Without groups the same {k} experts would be chosen.",
+}
+"""Every reason for a step of `group_steps`."""
 COLUMNS, HEIGHT = 92, 0.36  # characters in a line of `token_picture`; inches from line to line
 
 
@@ -185,7 +193,8 @@ def group_steps(scores: Any, n_groups: int, n_used: int, group_best: int, k: int
         step(f"group {g}", "value", marks, [[str(h), f"{values[h]:.3f}", ""] for h in range(g + 1)], g=g, n=group_best,
              parts=" + ".join(f"{v:.3f}" for v in best[g]), value=f"{values[g]:.3f}")  # fmt: skip
     rows = [[str(g), f"{values[g]:.3f}", "stays" if g in stay else "out"] for g in range(n_groups)]
-    step("groups", "stay", [[g * size + i, "✓", 1.0] for g in stay for i in range(size)], rows, True, stay=", ".join(map(str, sorted(stay))))
+    marks = [[g * size + i, "✓", 1.0] for g in stay for i in range(size)]
+    step("groups", "stay", marks, rows, True, stay=", ".join(map(str, sorted(stay))))
     left = np.where(np.isin(np.arange(len(scores)) // size, stay), scores, -np.inf)
     chosen, free = (np.argsort(-s, kind="stable")[:k].tolist() for s in (left, scores))
     lost = [e for e in free if e not in chosen]
@@ -196,13 +205,3 @@ def group_steps(scores: Any, n_groups: int, n_used: int, group_best: int, k: int
          lost=", ".join(f"{e} ({scores[e]:.3f}, group {e // size})" for e in lost), k=k)  # fmt: skip
     return {"title": title, "lanes": [f"expert {e}" for e in range(len(scores))], "columns": ["group", "value", ""],
             "table": "the groups", "steps": steps}  # fmt: skip
-
-
-GROUPS = {
-    "value": "Group {g} is as good as its {n} best together: {parts} = {value}.",
-    "stay": "The best groups stay: {stay}. Experts of the others cannot be chosen, whatever their score.",
-    "chosen": "Choice {i}: expert {e} of group {g}, the best score that is left, {s}.",
-    "lost": "Without groups these would be among the best {k}: expert {lost}. Their groups are out.",
-    "none lost": "Without groups the same {k} experts would be chosen.",
-}
-"""Every reason for a step of `group_steps`."""
