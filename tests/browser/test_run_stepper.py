@@ -114,9 +114,20 @@ def test_axe_and_redraw(static, axe_script, artifacts, name, dark):
     assert best < BUDGET_MS and view.errors == []
 
 
-def test_the_slider_has_its_stored_view(static, axe_script):
-    view = static(leave_out_wait(run_of(CASES["A B C | D | E F"]), value=3))
-    assert "the copy of C reads C" in view.page.locator(".wb-below").inner_text()
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_the_slider_over_waits_needs_no_kernel(static, axe_script, artifacts, dark):
+    view = static(leave_out_wait(run_of(CASES["A B C | D | E F"]), value=3), dark=dark)
+    page = view.page
+    say = page.locator(".wb-say")
+    assert "the copy of C reads C" in say.inner_text() and "256 of 256" in page.locator(".wb-below").inner_text()
+    assert page.locator(".wb-early").count() == 1
+    page.screenshot(path=artifacts / f"missing-wait-{'dark' if dark else 'light'}.png")
+    best = quick_p95(page, "input[type=range]", 0, ["ArrowLeft", "ArrowRight"] * 8)
+    print("redraw p95 in ms:", best)
+    assert best < BUDGET_MS
+    page.get_by_label("leave out wait").focus()
+    page.keyboard.press("ArrowLeft")
+    assert "Nothing comes too early" in say.inner_text() and page.locator(".wb-early").count() == 0 and view.errors == []
     view.page.add_script_tag(path=axe_script)
     found = view.page.evaluate("() => axe.run().then(r => r.violations.map(v => [v.id, v.impact]))")
     assert [v for v in found if v[1] in ("serious", "critical")] == []

@@ -141,10 +141,16 @@ def test_the_step_says_what_came_too_early():
 
 
 def test_a_slider_leaves_one_out():
+    """Small runs are all tried beforehand, so a page without a kernel has them; larger ones when they are chosen."""
     slider = leave_out_wait(run_of(CASES["A B C | D | E F"]), "read it in the table", value=3)
-    assert (slider.min, slider.max) == (1, 6) and "the copy of C reads C" in slider.below
-    slider.value = 1
-    assert "Nothing comes too early" in slider.below and "read it in the table" in slider.below
+    assert len(slider.names) == 6 and sorted(slider.cuts) == ["1", "2", "3", "4", "5", "6"]
+    assert "the copy of C reads C" in slider.cuts["3"]["said"] and slider.cuts["3"]["rows"][0][:2] == ["F", "256 of 256"]
+    assert "Nothing comes too early" in slider.cuts["1"]["said"] and "read it in the table" in slider.cuts["1"]["said"]
+    assert "the copy of C reads C" in slider.stored_html() and "the copy of C reads C" in slider.stored_text()
+    large = leave_out_wait(run_of(CASES["forty inputs"]), value=2)
+    assert sorted(large.cuts) == ["2"]
+    large.value = 5
+    assert sorted(large.cuts) == ["2", "5"] and large.cuts["5"]["said"].startswith("Without wait 5")
 
 
 def test_a_run_that_stops_says_so():

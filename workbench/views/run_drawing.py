@@ -17,6 +17,8 @@ from workbench.views.steps import Steps, state
 from workbench.views.tables import Stack, Table, table
 from workbench.views.timelines import WIDTH, draw_early, draw_lane, draw_mark, duration, legend, timeline, unit_of
 
+DIFFERENCES = ["result", "numbers that differ", "no numbers any more", "largest difference"]
+"""Columns of results that are not those of the whole run."""
 USED, PAD = "#56B4E9", "#D55E00"
 
 
@@ -108,18 +110,26 @@ def _strip(axes: Any, y: float, n: int, size: int, copies: Sequence[ExpertCopy])
 
 def missing_wait(whole: Ran, cut: Ran, caption: str = "") -> Stack:
     """What one missing wait did: which wait, what came too early, and what is different in the results; both runs on one clock."""
-    early = hazards(cut.trace)
+    said = table(DIFFERENCES, different_rows(whole, cut), said_of_missing(whole, cut, caption))
+    without = timeline(cut.trace, caption=f"Without wait {cut.without}.")
+    return Stack(said, timeline(whole.trace, caption="With all waits."), without)
+
+
+def different_rows(whole: Ran, cut: Ran) -> list[list[str]]:
+    """Rows under DIFFERENCES."""
+    return [[d.name, f"{d.differing:,} of {d.of:,}", f"{d.nan:,}", f"{d.largest:.3g}"] for d in differences(whole, cut)]
+
+
+def said_of_missing(whole: Ran, cut: Ran, caption: str = "") -> str:
+    """The same in sentences."""
+    early, wrong = hazards(cut.trace), differences(whole, cut)
     which = wait_sentences(whole)[cut.without - 1]
-    wrong = differences(whole, cut)
-    rows = [(d.name, f"{d.differing:,} of {d.of:,}", f"{d.nan:,}", f"{d.largest:.3g}") for d in wrong]
     zero = min((e.start for e in cut.trace.events if e.kind in ("run", *WAITS)), default=0)
     first = f" Too early: {early[0].says(lambda ns: duration(ns - zero))}" if early else " Nothing comes too early without it."
     stopped = f" The run stops: {cut.error}" if cut.error else ""
-    quiet = "" if cut.error else "Nothing warned of it; only the numbers are wrong."
-    end = quiet if wrong else "The results are the same, bit for bit."
-    said = f"Without wait {cut.without} (“{which}”).{first}{stopped} {end}".strip()
-    return Stack(table(["result", "numbers that differ", "no numbers any more", "largest difference"], rows, f"{said} {caption}"),
-                 timeline(whole.trace, caption="With all waits."), timeline(cut.trace, caption=f"Without wait {cut.without}."))  # fmt: skip
+    quiet = "" if cut.error else " Nothing warned of it; only the numbers are wrong."
+    end = quiet if wrong else " The results are the same, bit for bit."
+    return f"Without wait {cut.without} (“{which}”).{first}{stopped}{end} {caption}".strip()
 
 
 def wait_sentences(whole: Ran) -> list[str]:

@@ -4,11 +4,12 @@ from workbench.widgets.base import Shown
 from workbench.widgets.controls import Knobs, Live, Question, Range
 from workbench.widgets.dashboard import Dashboard
 from workbench.widgets.graph_view import GraphView
+from workbench.widgets.missing_wait import MissingWait
 from workbench.widgets.prompt_player import PromptPlayer
 from workbench.widgets.schedule import ScheduleStepper, step_schedule
 from workbench.widgets.stepper import Stepper
 from workbench.widgets.steps import leave_out_wait, step_backward, step_expand, step_memory, step_plan, step_run
 from workbench.widgets.whatif import WhatIf
 
-__all__ = ["Dashboard", "GraphView", "Knobs", "Live", "PromptPlayer", "Question", "Range", "ScheduleStepper", "Shown", "Stepper",
+__all__ = ["Dashboard", "GraphView", "Knobs", "Live", "MissingWait", "PromptPlayer", "Question", "Range", "ScheduleStepper", "Shown", "Stepper",
            "WhatIf", "leave_out_wait", "step_backward", "step_expand", "step_memory", "step_plan", "step_run", "step_schedule"]  # fmt: skip

@@ -6,14 +6,13 @@ from typing import Any
 
 from workbench.cgraph import CGraph
 from workbench.devices import HOST_MEMORY, BufferType, Plan
-from workbench.scheduler.waits import Make, outcome
+from workbench.scheduler.waits import Make
 from workbench.tensors import Tensor
 from workbench.trace import Trace
 from workbench.views.gradient_steps import backward_steps
-from workbench.views.run_drawing import missing_wait, wait_sentences
 from workbench.views.run_steps import run_steps
 from workbench.views.steps import expand_steps, memory_steps, plan_steps
-from workbench.widgets.controls import Range
+from workbench.widgets.missing_wait import MissingWait
 from workbench.widgets.stepper import Stepper
 
 
@@ -53,12 +52,9 @@ def step_run(trace: Trace, title: str = "Calls of a run", caption: str = "", k: 
     return Stepper(run_steps(trace, title), caption, k=k)
 
 
-def leave_out_wait(make: Make, caption: str = "", value: int = 1) -> Range:
+def leave_out_wait(make: Make, caption: str = "", value: int = 1) -> MissingWait:
     """A slider over the waits of a run of simulated devices: the run is made and done again without the one that is chosen.
 
-    Below stand what came too early, what is different in the results, and both runs on one clock (`views.missing_wait`).
+    Beside it stand what came too early, what is different in the results, and both runs on one clock (`views.missing_wait`).
     """
-    whole = outcome(make)
-    names = [f"{n}: {said}" for n, said in enumerate(wait_sentences(whole), 1)]
-    slider = Range(min=1, max=len(names), value=value, label="leave out wait", names=names)
-    return slider.drive(lambda n: missing_wait(whole, outcome(make, n), caption))
+    return MissingWait(make, caption, value)
