@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from workbench.errors import ParameterError
-from workbench.expertflow.batching import FOREVER, LATENCY, THROUGHPUT, Limits, TokenQueues, worthwhile
+from workbench.expertflow.batching import FOREVER, LATENCY, THROUGHPUT, Limits, Readings, TokenQueues, worthwhile
 from workbench.expertflow.timing import costs
 
 
@@ -139,3 +139,31 @@ def test_classes_and_bad_tokens():
     for wrong in ((0, 0, [3, 4]), (1, 0, [1]), (1, 0, [1, 1])):
         with pytest.raises(ParameterError):
             queues.add(*wrong, 0)
+
+
+def test_limits_follow_what_was_measured():
+    readings, base = Readings(), Limits(32, 5, None)
+    assert readings.threshold() is None and readings.limits(base, 10**6, 100, 10).threshold is None
+    readings.loads.extend([1000, 1000, 9000])                        # one slow load: the median stays
+    readings.batches.extend([(1, 150), (3, 250), (10, 600)])         # 100 + 50 n
+    assert readings.threshold() == 19                                # 100 + 50 * 19 = 1050 > 1000 >= 100 + 50 * 18
+    found = readings.limits(base, free=8000, row_bytes=100, n_queues=10)
+    assert (found.threshold, found.capacity, found.max_wait) == (19, 8, 5)
+    assert readings.limits(base, 0, 100, 10).capacity == 1
+    flat = Readings()
+    flat.loads.append(1000)
+    flat.batches.extend([(1, 200), (8, 200)])
+    assert flat.threshold(64) == 64
+    flat.loads.append(1)
+    flat.loads.append(1)
+    assert flat.threshold(64) == 1
+
+
+def test_new_limits_leave_everybody_where_they_are():
+    q = TokenQueues(Limits(32, FOREVER), 1, 9)
+    for token in range(4):
+        q.add(token, 0, [0], 0)
+    assert q.next(0, False) == []
+    q.adapt(Limits(2, FOREVER, 3))
+    batches = q.next(1, False)
+    assert [w.token for w in batches[0].tokens] == [0, 1] and batches[0].cause == "full" and q.n_waiting == 2

@@ -57,3 +57,13 @@ def test_bad_requests(wrong):
 def test_a_configuration_must_fit_the_trace():
     with pytest.raises(ParameterError):
         serve(ROUTES, costs("LLaMA-MoE-v1-3.5B"), LATENCY, 24)
+
+
+def test_capacity_follows_free_memory_and_the_predicted_come_first():
+    row, queues = 2 * COSTS.shape.d, ROUTES.n_layers * ROUTES.n_expert
+    out = serve(ROUTES, COSTS, Limits(64, FOREVER), 24, n_requests=16, n_tokens=6, adapt=4, free=2 * row * queues)
+    assert out.n_tokens == 96 and max(n for n, _ in out.batches[8:]) <= 2
+    plain = serve(ROUTES, COSTS, LATENCY, 24, n_requests=16, n_tokens=6)
+    asked = []
+    hinted = serve(ROUTES, COSTS, Limits(64, FOREVER), 24, n_requests=16, n_tokens=6, wanted=lambda *key: float(len(asked.append(key) or "x")))
+    assert asked and hinted.n_tokens == plain.n_tokens

@@ -11,8 +11,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
+
+import numpy as np
 
 from workbench.errors import ParameterError
 from workbench.expertflow.timing import Costs
@@ -77,6 +79,33 @@ def worthwhile(costs: Costs, most: int = 4096) -> int:
     return low
 
 
+class Readings:
+    """Measured times of loads and batches, the last `window` of each, and the limits that follow from them (adaptation at run time)."""
+
+    def __init__(self, window: int = 64) -> None:
+        self.loads: deque[float] = deque(maxlen=window)  # ns
+        self.batches: deque[tuple[int, float]] = deque(maxlen=window)  # (tokens, ns)
+
+    def threshold(self, most: int = 4096) -> int | None:
+        """The fewest tokens whose batch takes longer than a load: the median load, and a straight line through the batches.
+
+        None before there is a load and batches of two sizes; `most` where larger batches take no longer, as far as measured.
+        """
+        if not self.loads or len({n for n, _ in self.batches}) < 2:
+            return None
+        n, ns = np.array(self.batches, float).T
+        slope = float(np.cov(n, ns, bias=True)[0, 1] / n.var())
+        start = float(ns.mean() - slope * n.mean())
+        load = float(np.median(self.loads))
+        if load < start + slope:
+            return 1
+        return most if slope <= 0 else max(1, min(most, int((load - start) / slope) + 1))
+
+    def limits(self, base: Limits, free: int, row_bytes: int, n_queues: int) -> Limits:
+        """`base` with the threshold that was measured, and a capacity for which `free` bytes have room in all queues; never below 1."""
+        return replace(base, threshold=self.threshold() or base.threshold, capacity=max(1, free // (row_bytes * n_queues)))
+
+
 class TokenQueues:
     """A queue for each expert of each layer, and the rules by which they are served.
 
@@ -91,6 +120,10 @@ class TokenQueues:
         self.queues: dict[tuple[int, int], deque[Waiting]] = {}
         self.missing: dict[int, int] = {}  # token -> results still to come
         self.longest_wait = 0
+
+    def adapt(self, limits: Limits) -> None:
+        """Other limits from now on, those of `Readings` for example; whoever waits stays where it is."""
+        self.limits, self.threshold = limits, limits.threshold or self.threshold
 
     @property
     def n_waiting(self) -> int:

@@ -8,13 +8,13 @@ other: its next one begins when the last layer has joined the one before.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from workbench.errors import ParameterError
-from workbench.expertflow.batching import FOREVER, Batch, Limits, TokenQueues, worthwhile
+from workbench.expertflow.batching import FOREVER, Batch, Limits, Readings, TokenQueues, worthwhile
 from workbench.expertflow.cache import ExpertCache
 from workbench.expertflow.timing import Costs
 from workbench.moe import RouteTrace
@@ -66,12 +66,17 @@ class Served:
 
 
 def serve(trace: RouteTrace, costs: Costs, limits: Limits, slots: int, *, n_requests: int = 8, n_tokens: int = 16, every: int = 0,
-          policy: str = "lru", sequences: Sequence[int] | None = None) -> Served:  # fmt: skip
+          policy: str = "lru", sequences: Sequence[int] | None = None, adapt: int = 0, free: int = 0,
+          wanted: Callable[[int, int], float] = lambda layer, expert: 0.0) -> Served:  # fmt: skip
     """Serve `n_requests` sequences of a trace, `n_tokens` tokens each, one arriving every `every` nanoseconds.
 
-    limits: of the queues; slots: of all layers together, as many as k at least. Raises ParameterError where the trace has fewer sequences.
+    limits: of the queues; slots: of all layers together, as many as k at least. adapt: batches after which threshold and
+    capacity follow what was measured (0: never), with `free` bytes for all queues; wanted: how likely (layer, expert) is to be used soon,
+    for which of two equal queues comes first. Raises ParameterError where the trace has fewer sequences.
     """
-    return _Server(trace, costs, limits, slots, n_requests, n_tokens, every, policy, sequences).run()
+    server = _Server(trace, costs, limits, slots, n_requests, n_tokens, every, policy, sequences)
+    server.queues.wanted, server.adapt, server.free = wanted, adapt, free
+    return server.run()
 
 
 class _Server:
@@ -101,6 +106,7 @@ class _Server:
         self.prepared: dict[int, list[int]] = {}
         self.loading: list[tuple[int, Batch]] = []  # batches whose expert is on its way: (when it is there, batch)
         self.out = Served(costs, scale=self.scale)
+        self.readings, self.adapt, self.free = Readings(), 0, 0
 
     def _is_there(self, layer: int, expert: int) -> bool:
         return self.cache.holds(layer, expert)
@@ -147,6 +153,7 @@ class _Server:
                 if kind == "load":
                     self.link = max(self.link, self.now) + self.costs.load
                     self.ready[layer, expert] = self.link
+                    self.readings.loads.append(self.costs.load)
                     self.out.loads += 1
             self.loading.append((self.ready.get((batch.layer, batch.expert), 0), batch))
         return bool(batches)
@@ -161,6 +168,10 @@ class _Server:
         self.loading.remove(first)
         self._spend(self.costs.expert(len(batch.tokens)))
         self.out.batches.append((len(batch.tokens), batch.cause))
+        self.readings.batches.append((len(batch.tokens), self.costs.expert(len(batch.tokens))))
+        if self.adapt and len(self.out.batches) % self.adapt == 0:
+            row, queues = 2 * self.costs.shape.d, self.n_layers * self.costs.shape.router.n_expert
+            self.queues.adapt(self.readings.limits(self.queues.limits, self.free, row, queues))
         for request in self.queues.done(w.token for w in batch.tokens):
             self._joined(request)
         return True
