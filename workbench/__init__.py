@@ -13,7 +13,7 @@ __version__ = "0.1.0"
 _HOMES = {  # public name -> the room that holds it
     **dict.fromkeys(["Context", "DType", "Flag", "Tensor", "Usage", "dtype", "OPS"], "workbench.tensors"),
     "ops": "workbench.tensors.ops",
-    **dict.fromkeys(["CGraph", "build", "statistics"], "workbench.cgraph"),
+    **dict.fromkeys(["CGraph", "build", "build_backward_expand", "statistics"], "workbench.cgraph"),
     **dict.fromkeys(["Backend", "BufferType", "CpuBackend", "CudaBackend"], "workbench.devices"),
     **dict.fromkeys(["AdamW", "GraphAllocator", "GraphRunner", "Trainer", "compute"], "workbench.execution"),
     **dict.fromkeys(["Machine", "SimulatedDevice", "SimulatedMemory", "simulated_machine"], "workbench.devices.simulated"),
