@@ -11,5 +11,6 @@ from workbench.widgets.stepper import Stepper
 from workbench.widgets.steps import leave_out_wait, step_backward, step_expand, step_memory, step_plan, step_run
 from workbench.widgets.whatif import WhatIf
 
-__all__ = ["Dashboard", "GraphView", "Knobs", "Live", "MissingWait", "PromptPlayer", "Question", "Range", "ScheduleStepper", "Shown", "Stepper",
-           "WhatIf", "leave_out_wait", "step_backward", "step_expand", "step_memory", "step_plan", "step_run", "step_schedule"]  # fmt: skip
+__all__ = ["Dashboard", "GraphView", "Knobs", "Live", "MissingWait", "PromptPlayer", "Question", "Range", "ScheduleStepper",
+           "Shown", "Stepper", "WhatIf", "leave_out_wait", "step_backward", "step_expand", "step_memory", "step_plan",
+           "step_run", "step_schedule"]  # fmt: skip
