@@ -121,7 +121,7 @@ class ExpertCache:
             raise ParameterError(f"layer {shown(layer)}", f"one of {', '.join(map(str, self.layers))}")
         g, base = self._at[layer]
         keys = [base + int(e) for e in experts]
-        if len(set(keys)) != len(keys) or any(not base <= key < base + self.n_expert for key in keys):
+        if len(set(keys)) != len(keys) or keys and not base <= min(keys) <= max(keys) < base + self.n_expert:
             raise ParameterError(f"experts {[k - base for k in keys]} of layer {layer}", f"each once, from 0 to {self.n_expert - 1}")
         return g, keys
 

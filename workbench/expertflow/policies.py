@@ -360,8 +360,8 @@ class Planned(Recency):
     def done(self, key: int) -> None:
         """A key was computed with: its slot may be taken."""
         self.busy = [k for k in self.busy if k != key]
-        self.present.pop(key, None)
-        self.replan()
+        if self.present.pop(key, None) is not None:
+            self.replan()
 
     def replace(self, new: int, busy: Collection[int]) -> int | None:
         """See the class; `new` is needed now."""
@@ -415,6 +415,11 @@ class Allotted(Planned):
     Layers take what they need in the order in which they come, so 4 slots meet needs of 3 and 2 with 3 and 1. A slot whose expert was
     computed with is free for the next in the plan, so nothing that waits for its turn is dropped.
     """
+
+    def done(self, key: int) -> None:
+        """A key was computed with: its slot is for the next in the plan."""
+        super().done(key)
+        self.replan()
 
     def replan(self) -> None:
         """The plan holds as many as there are slots that nobody uses now."""

@@ -270,7 +270,8 @@ def walk(stream: Stream, cache: ExpertCache, forecast: Forecast | None = None, l
     While an expert is computed with, as many loads as `link` says may be made, at fixed times: what is not used is lost.
     """
     known = forecast and known_before(stream, forecast)
-    rate, computed = rate_of(link), 0
+    loads, per = rate_of(link).as_integer_ratio()
+    computed, idle = 0, not loads and known is None and stream.together  # then nothing happens while experts are computed with
 
     def during(step: int, events: Iterator[ExpertEvent]) -> Iterator[StepEvent]:
         for kind, place, expert, cause in events:
@@ -281,10 +282,10 @@ def walk(stream: Stream, cache: ExpertCache, forecast: Forecast | None = None, l
         for target, scores in known(step) if known else ():
             yield from during(step, cache.predict(target, scores))
         yield from during(step, cache.step(place, experts) if stream.together else cache.route(place, experts))
-        for expert in experts:
+        for expert in () if idle else experts:
             if not stream.together:
                 yield from during(step, cache.need(place, [expert]))
-            for _ in range(int((computed + 1) * rate) - int(computed * rate)):
+            for _ in range((computed + 1) * loads // per - computed * loads // per):
                 yield from during(step, cache.prefetch())
             computed += 1
             cache.done(place, expert)
