@@ -198,8 +198,8 @@ def what_if(aux, z, f):
             f"loss of the task {np.mean(model.losses[-5:]):.1f}. Choices of the last 5 steps.")
     return views.load_table(taken, load - taken, capacity, text)
 
-names = [str(w) for w in weights]
-knobs = [["load-balancing loss, times", 0, 5, names], ["z-loss, times", 0, 5, names],
+said = [str(w) for w in weights]
+knobs = [["load-balancing loss, times", 0, 5, said], ["z-loss, times", 0, 5, said],
          ["capacity factor", 0, 2, [str(f) for f in factors]]]
 widgets.Knobs(knobs=knobs, values=[0, 0, 1]).drive(what_if)
 
