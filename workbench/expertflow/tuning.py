@@ -29,8 +29,9 @@ PREDICTORS = ("none", "frequency", "gate", "oracle")
 
 @dataclass(frozen=True)
 class Settings:
-    """All knobs. slots: per layer; predictor: one of PREDICTORS; window: layers ahead; fetch: experts named per token; capacity, wait
-    (ms, negative for ever), merge: of the queues; link: GB/s; block: MiB of the pool's blocks, 0 for slots of an expert's size."""
+    """All knobs. slots: of each layer, or with scope "global" of all traced layers together; predictor: one of PREDICTORS; window: layers
+    ahead; fetch: experts named per token; capacity, wait (ms, negative for ever), merge: of the queues; link: GB/s; block: MiB of the
+    pool's blocks, 0 for slots of an expert's size."""
 
     policy: str = "lru"
     slots: int = 4
@@ -42,6 +43,7 @@ class Settings:
     merge: int = 1
     link: float = 25.2
     block: int = 0
+    scope: str = "layer"
 
 
 class Outcome(NamedTuple):
@@ -88,15 +90,18 @@ class Bench:
         if settings.predictor not in PREDICTORS:
             raise ParameterError(f"predictor {shown(settings.predictor)!r}", f"one of {', '.join(PREDICTORS)}")
         k, n_expert = self.stream.trace.k, self.stream.trace.n_expert
-        slots = min(settings.slots, n_expert) if not settings.block else self._in_blocks(settings)
+        n_layers = self.stream.trace.n_layers if settings.scope == "global" else 1
+        slots = settings.slots if not settings.block else self._in_blocks(settings)
+        slots = max(k, min(slots, n_expert * n_layers))
         costs = replace(self.costs, device=replace(self.costs.device, link=settings.link))
         wanted = self.forecast(settings)
         record = Trace("virtual")
         policy = settings.policy if wanted is not None or settings.policy not in ("predicted", "plec") else "lru"
-        stream = simulate(self.stream, costs, policy, max(slots, k), forecast=wanted, record=record)
+        stream = simulate(self.stream, costs, policy, slots, scope=settings.scope, forecast=wanted, record=record)
         limits = Limits(settings.capacity, FOREVER if settings.wait < 0 else int(settings.wait * 1e6), None, settings.merge)
-        served = serve(self.long, costs, limits, max(slots, k) * self.stream.trace.n_layers, n_requests=self.n_requests,
-                       n_tokens=self.request_tokens, policy="lfu" if policy == "lfu" else "lru")  # fmt: skip
+        pool = slots if settings.scope == "global" else slots * self.stream.trace.n_layers
+        served = serve(self.long, costs, limits, pool, n_requests=self.n_requests, n_tokens=self.request_tokens,
+                       policy="lfu" if policy == "lfu" else "lru")  # fmt: skip
         return Outcome(settings, stream, served, *self._judged(wanted), record, slots)
 
     def _in_blocks(self, settings: Settings) -> int:
