@@ -6,12 +6,14 @@ at the same share of experts in slots, and the line says so.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 from workbench.errors import ParameterError
 from workbench.expertflow import sources
 from workbench.expertflow.replay import replay
 from workbench.models.fitting import Bound, Fit
+from workbench.moe import RouteTrace
 
 SAMPLES = ("tiny-mixtral", "tiny-deepseek")
 
@@ -46,18 +48,29 @@ def verdict(found: Fit) -> Verdict | None:
                   copied.bandwidth, "link")  # fmt: skip
     pays = bound.tokens_per_second > host
     needed = 1 - max(0.0, (1 / host - dense_seconds)) * copied.bandwidth / active
+    could, does = (_speed(t) for t in (bound.tokens_per_second, host))
     more = "" if pays else f" It would take {needed:.0%} hits to draw level." if needed < 1 else ""
-    return Verdict(bound, f"ExpertFlow: {'pays' if pays else 'does not pay'}: an expert cache could reach {bound.tokens_per_second:.3g} "
-                   f"tokens/s, experts computed on the host {host:.3g}.{more}")  # fmt: skip
+    return Verdict(bound, f"ExpertFlow: {'pays' if pays else 'does not pay'}: an expert cache could reach {could} "
+                   f"tokens/s, experts computed on the host {does}.{more}")  # fmt: skip
 
 
 def _recorded(share: float, density: float) -> tuple[str, float]:
     """The shipped trace whose k / E is nearest, and LFU's hit rate on a part of it, one pool with this share of its experts."""
     if not 0 < share <= 1:
         raise ParameterError(f"a share of {share} of the experts", "above 0, at most 1")
-    traces = {name: sources.load(name).trace for name in SAMPLES}
+    traces = {name: _trace(name) for name in SAMPLES}
     name = min(SAMPLES, key=lambda n: abs(traces[n].k / traces[n].n_expert - density))
     trace = traces[name]
-    trace = trace.select(trace.sequences % 8 == 0)
     slots = max(trace.k, int(share * trace.n_layers * trace.n_expert))
     return name, replay(trace, "lfu", slots, "global").hit_rate
+
+
+@lru_cache(maxsize=len(SAMPLES))
+def _trace(name: str) -> RouteTrace:
+    """A part of a shipped trace, read once."""
+    trace = sources.load(name).trace
+    return trace.select(trace.sequences % 8 == 0)
+
+
+def _speed(tokens: float) -> str:
+    return f"{tokens:,.0f}" if tokens >= 1000 else f"{tokens:.3g}"
