@@ -204,7 +204,11 @@ views.side_by_side([("nodes that read a weight: 1.wgt", reading, causes["1.wgt"]
 # ## 5 · Rule 4: an offer · 7 min
 #
 # A weight on the host would tie its op to the CPU. But for large batches a card may offer to fetch the weight and to compute (`offload_op`, from 32
-# tokens on). Then the cause is **`1.off`**. The offer is asked for only if the weight's first reader is the *last* backend, and its memory is the host's.
+# tokens on). Then the cause is **`1.off`**. 
+#
+# Nobody asks for an offer before the first-weight rule has answered with the *last* backend: the first that works on the weight's memory **and**
+# supports the op is the CPU, and that memory is the host's. (BLAS, which multiplies, keeps its products; a bias it cannot add goes to the card.)
+# Then the others are asked in the order of the list; the first that supports the op and offers gets it.
 
 # %%
 large = state.case("MLP, batch 32")

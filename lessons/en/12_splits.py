@@ -51,7 +51,8 @@ lesson.reveal("copied", " ".join(state.copied(chain)), bytes=chain.outcome().cop
 
 # %% [markdown]
 # Step through pass 5. Five kinds of steps: a split begins, a copy is made, it becomes an input of the split, a source is rewritten to it; and a
-# stage begins.
+# stage begins. Views are passed over, as by pass 2: a view neither begins a split nor ends one, wherever it is, and lies in the split in which it
+# stands. It may well be an *input*, as lesson 11 has shown.
 
 # %%
 state.stepper(chain, "pass5", title="Pass 5",
@@ -207,6 +208,15 @@ lesson.reveal("copies", state.copied(state.case("copy_reuse")).count("t"))
 mixed = state.case("pass3_mixed_blas_gpu")
 assert state.copied(mixed).count("a") == 2
 views.outcome_table(mixed, "a is copied into host memory twice: once for the CPU, once for BLAS.")
+
+# %% [markdown]
+# And a *weight* of the host that two products of the card read? It is copied once, like anything else. But the rule of section 2 asks where the
+# weight lies, not whether its copy is there: so the second product begins a split as well.
+
+# %%
+tied = state.case("a weight used twice")
+assert state.copied(tied).count("W") == 1
+views.outcome_table(tied, "Split 1 begins for W, and then copies only W2.")
 
 # %% [markdown]
 # These cases are not invented here. Real ggml was recorded on them, and its splits are ours, backend by backend, node by node, input by input:

@@ -275,3 +275,10 @@ def test_a_shipped_model(name):
 def test_borders_that_are_none(border):
     with pytest.raises(ParameterError, match="no border at .*\n.*1: D, 2: E"):
         why_not(CHAIN, border)
+
+
+def test_a_weight_read_twice_cuts_twice_and_is_copied_once():
+    """As in ggml, whose rule asks where a weight lies, not whether its copy is there. The cause says so."""
+    a, b = CASES["a weight used twice"].outcome().splits
+    assert [name for name, _ in a.inputs] == ["W", "x"] and [name for name, _ in b.inputs] == ["W2"]
+    assert b.cause.startswith("the weight 'W' lies elsewhere") and "must be copied in" not in b.cause

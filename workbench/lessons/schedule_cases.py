@@ -113,6 +113,12 @@ def reused(d: Draft) -> Tensor:
     return ops.mul_mat(d.weight("Wb", WIDTH, WIDTH, on="GPU"), ops.add(b, h).named("c")).named("e")
 
 
+def tied(d: Draft) -> Tensor:
+    """Two products with one and the same weight of the host."""
+    a = ops.mul_mat(d.weight("W", WIDTH, WIDTH), d.input("x", WIDTH, d.batch)).named("a")
+    return ops.mul_mat(d.weight("W2", WIDTH, WIDTH), ops.mul_mat(a.src[0], ops.silu(a).named("s")).named("c")).named("e")
+
+
 @dataclass(frozen=True)
 class RandomSteps:
     """A recipe of `n` steps A B C … drawn from a seed: products with weights on random devices, biases, and steps without weights; with
@@ -177,6 +183,7 @@ def _cases() -> dict[str, Case]:
         Case("two GPUs", two_cards, devices=2),
         Case("two GPUs, four copies", two_cards, devices=2, parallel=True),
         Case("a copy used twice", reused, denied=(("SOFT_MAX", "GPU"),)),
+        Case("a weight used twice", tied, batch=32),
     ]
     return {case.name: case for case in found}
 

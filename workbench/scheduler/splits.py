@@ -156,9 +156,11 @@ class Splitter:
                 continue
             if a.reads(split.backend, s):
                 continue
+            there = (s, split.backend) in self.copies
             if is_weight(s):
-                return f"the weight {s.label} must be copied in: earlier copies make room first"
-            if (s, split.backend) not in self.copies:
+                return f"the weight {s.label} " + ("lies elsewhere; that its copy is there already is not asked" if there
+                                                   else "must be copied in: earlier copies make room first")  # fmt: skip
+            if not there:
                 return f"its list of {len(split.inputs)} inputs is full"
         return ""
 

@@ -32,6 +32,7 @@ RIGHT = {
     "4.first": "nothing else decides, so the first backend in the list that supports {op} takes it",
     "split backend": "it runs on another backend than the node before it",
     "split weight": "a weight must be copied in for it, and the split has inputs already",
+    "split weight again": "it reads a weight that lies elsewhere, though its copy is there, and the split has inputs already",
     "split full": "it needs one input more than the split can list",
 }
 """The true reasons, short; the keys are those of `schedule_steps.CAUSES`."""

@@ -70,6 +70,8 @@ CAUSES = {
     "split backend": "{t} runs on {b}, the node before it on {old}: split {k} begins.",
     "split weight": "{t} needs the weight {w} copied in, and this split has inputs already: split {k} begins on the same {b}, so that "
                     "memory of earlier copies can be used again.",
+    "split weight again": "{t} reads the weight {w}, which lies elsewhere, and this split has inputs already: split {k} begins on the same "
+                          "{b}. That {b} has a copy of {w} by now is not asked.",
     "split full": "{t} needs one input more than this split can list: split {k} begins on the same {b}.",
     "copy": "{b} cannot read {t} where it is ({home}): it gets a copy there, {bytes} bytes.",
     "copy slots": "{t} is an input of the user, and there are {slots} pipeline slots: it gets a copy for each of them on {b}.",
@@ -321,6 +323,7 @@ class Told:
             node = next((n for n in self.nodes), node)
         old = self.splits[-1] if self.splits else -1
         kind = "first" if old < 0 else "backend" if b != old else "weight" if why.startswith("the weight") else "full"
+        kind += " again" if kind == "weight" and "already" in why else ""
         weight = next((s for s in node.src if s is not None and is_weight(s) and not self.a.reads(b, s)), node)
         ask = ask_where(self, first, f"split {kind}") if self.questions else None
         self.splits.append(b)
