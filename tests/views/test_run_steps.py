@@ -180,4 +180,5 @@ def test_runs_without_anything_known():
     assert "<script" not in step_run(two_devices("<script>", "<b>")).stored_html()
     with pytest.raises(ParameterError, match="without calls"):
         run_steps(Trace())
-    assert len(run_steps(recorded()[0], most=20)["steps"]) == 20
+    part = run_steps(recorded()[0], most=20)
+    assert len(part["steps"]) == 20 and part["title"] == "Calls of a run (the first 20 calls)"

@@ -46,10 +46,12 @@ SHOWN = 30
 
 
 def run_steps(trace: Trace, title: str = "Calls of a run", most: int = 600) -> Steps:
-    """The stepper's trace of the calls of a run, at most the first `most`. Raises ParameterError where there is none."""
+    """The stepper's trace of the calls of a run, at most the first `most`, which the title then says. Raises ParameterError where there
+    is none."""
     calls = _Calls(trace)
     for event in trace.events:
         if len(calls.raw) >= most and event.kind in CALLS:
+            title = f"{title} (the first {most:,} calls)"
             break
         calls.feed(event)
     if not calls.raw:
