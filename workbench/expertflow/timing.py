@@ -107,6 +107,12 @@ class Costs:
         size = self.shape.embedding * self.expert_bytes / self.shape.expert
         return 3 * self.device.launch_ns + int(max(size / self.device.memory, 2 * n * self.shape.embedding / self._rate(self.device)))
 
+    def predictor(self, hidden: int) -> int:
+        """A network of one hidden layer that names the experts of a layer: two small products, weights in f16."""
+        weights = hidden * (self.shape.d + self.shape.router.n_expert)
+        work = max(2 * weights / self.device.memory, 2 * weights / self._rate(self.device))
+        return 2 * self.device.launch_ns + int(work) if hidden else 0
+
     def _rate(self, speed: Speed) -> float:
         return speed.flops_of.get(self.kind, speed.flops)
 
@@ -165,12 +171,13 @@ class Timed:
 
 
 def simulate(trace: RouteTrace | Stream, costs: Costs, policy: str = "lru", slots: int = 4, *, scope: str = "layer", batch: int = 1,
-             forecast: Forecast | None = None, host_below: int | str = 0, hot: np.ndarray | None = None,
+             forecast: Forecast | None = None, host_below: int | str = 0, hot: np.ndarray | None = None, thinking: int = 0,
              record: Trace | None = None) -> Timed:  # fmt: skip
     """Run the routes of a trace with the costs of a configuration that has as many experts, k of them per token.
 
     policy, slots, scope, forecast, hot: as `replay`. batch: sequences side by side. host_below: missing experts with fewer tokens are
-    computed on the host and not loaded; "auto": where that is estimated to be quicker than a load.
+    computed on the host and not loaded; "auto": where that is estimated to be quicker than a load. thinking: nanoseconds that the
+    predictor computes in each layer.
     record: events of what streams and cache did. Raises ParameterError where trace and configuration do not fit.
     """
     stream = trace if isinstance(trace, Stream) else Stream(trace, batch=batch)
@@ -178,14 +185,15 @@ def simulate(trace: RouteTrace | Stream, costs: Costs, policy: str = "lru", slot
     if (routes.n_expert, routes.k) != (router.n_expert, router.n_used):
         raise ParameterError(f"routes with {routes.k} of {routes.n_expert} experts", f"{router.n_used} of {router.n_expert}: {costs.name}")
     cache = cache_for(stream, policy, slots, scope, hot=hot)
-    return _Run(stream, costs, cache, forecast, host_below, record).all()
+    return _Run(stream, costs, cache, forecast, host_below, record, thinking).all()
 
 
 class _Run:
     """One run. now: of the compute stream; link: when it is free; ready: when a load ends, by (layer, expert)."""
 
     def __init__(self, stream: Stream, costs: Costs, cache: ExpertCache, forecast: Forecast | None, host_below: int | str,
-                 record: Trace | None) -> None:  # fmt: skip
+                 record: Trace | None, thinking: int) -> None:  # fmt: skip
+        self.thinking = thinking
         self.stream, self.costs, self.cache, self.host_below, self.record = stream, costs, cache, host_below, record
         self.known = known_before(stream, forecast) if forecast is not None else None
         self.now = self.link = 0
@@ -219,6 +227,8 @@ class _Run:
     def _layer(self, step: int, layer: int, wanted: dict[int, int], n: int) -> None:
         out, costs, cache = self.out, self.costs, self.cache
         self._compute(costs.attention(n), "attention")
+        if self.thinking:
+            self._compute(self.thinking, "predictor")
         for target, scores in self.known(step) if self.known else ():
             self._note(cache.predict(target, scores))
         out.accesses += len(wanted)

@@ -31,7 +31,7 @@ PREDICTORS = ("none", "frequency", "gate", "oracle")
 class Settings:
     """All knobs. slots: of each layer, or with scope "global" of all traced layers together; predictor: one of PREDICTORS; window: layers
     ahead; fetch: experts named per token; capacity, wait (ms, negative for ever), merge: of the queues; link: GB/s; block: MiB of the
-    pool's blocks, 0 for slots of an expert's size."""
+    pool's blocks, 0 for slots of an expert's size; hidden: width of a network that predicts, 0 for a gate that is there already."""
 
     policy: str = "lru"
     slots: int = 4
@@ -44,6 +44,7 @@ class Settings:
     link: float = 25.2
     block: int = 0
     scope: str = "layer"
+    hidden: int = 0
 
 
 class Outcome(NamedTuple):
@@ -97,7 +98,8 @@ class Bench:
         wanted = self.forecast(settings)
         record = Trace("virtual")
         policy = settings.policy if wanted is not None or settings.policy not in ("predicted", "plec") else "lru"
-        stream = simulate(self.stream, costs, policy, slots, scope=settings.scope, forecast=wanted, record=record)
+        stream = simulate(self.stream, costs, policy, slots, scope=settings.scope, forecast=wanted, record=record,
+                          thinking=costs.predictor(settings.hidden))  # fmt: skip
         limits = Limits(settings.capacity, FOREVER if settings.wait < 0 else int(settings.wait * 1e6), None, settings.merge)
         pool = slots if settings.scope == "global" else slots * self.stream.trace.n_layers
         served = serve(self.long, costs, limits, pool, n_requests=self.n_requests, n_tokens=self.request_tokens,
@@ -163,6 +165,7 @@ COUNTERS: Mapping[str, Any] = {
     "slots": lambda o: float(o.slots),
     "late prefetches": lambda o: o.stream.late / max(1, o.stream.prefetches),
     "ms per token": lambda o: o.stream.per_token,
+    "ms of the predictor": lambda o: o.stream.costs.predictor(o.settings.hidden) * o.stream.costs.shape.n_moe / 1e6,
     "longest wait": lambda o: o.served.longest_wait / 1e6,
 }
 """What one reads off a run, by name."""
@@ -175,12 +178,13 @@ def symptoms(bench: Bench) -> list[Symptom]:
     ahead = Settings("predicted", predictor="gate", window=1, fetch=k)
     return [
         Symptom("latency jumps, recall below 90 %", "recall", "predictor, fetch more", ahead, replace(ahead, fetch=2 * k)),
-        Symptom("recall is fine, loads are many and late", "late prefetches", "window of 2 to 4 layers",
+        Symptom("recall is fine, loads are many and late", "ms per token", "window of 2 to 4 layers",
                 replace(ahead, predictor="oracle"), replace(ahead, predictor="oracle", window=3)),
         Symptom("queues are full", "full queues", "capacity", Settings(capacity=1, wait=50), Settings(capacity=32, wait=50)),
         Symptom("queues starve: tokens wait long", "longest wait", "a shorter wait, merging", Settings(wait=-1, merge=4), Settings(wait=0)),
         Symptom("a load fails with memory free", "slots", "smaller blocks, or slots of an expert's size", Settings(block=block),
                 Settings()),
+        Symptom("the predictor is slow", "ms of the predictor", "share the router's own products", replace(ahead, hidden=8192), ahead),
         Symptom("predictor fetches what nobody uses", "ms per token", "fetch fewer",
                 replace(ahead, fetch=min(4 * k, bench.stream.trace.n_expert)), replace(ahead, fetch=k)),
     ]  # fmt: skip

@@ -24,7 +24,7 @@ class Lesson25:
 
     claims = (("as found", 85, 120), ("window 1 → 3 layers", 96, 75), ("queue 32 → 64 tokens", 96, 60), ("blocks 256 → 128 MB", 96, 55))
     """The seed's section 6.6: what was changed, prediction hits in %, ms per token."""
-    knobs = {"predictor": {"window": 3}, "queue": {"capacity": 8}, "pool": {"block": 128}}
+    knobs: dict[str, dict[str, Any]] = {"predictor": {"window": 3}, "queue": {"capacity": 8}, "pool": {"block": 128}}
     """What each change sets here. Eight requests cannot fill 32 places, so the queue goes from 4 to 8, the same ratio."""
 
     def costs(self, kind: str = "f16") -> Costs:
