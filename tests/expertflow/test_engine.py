@@ -253,3 +253,22 @@ def test_a_pool_shrinks_and_grows_between_runs(policy):
         with pytest.raises(ParameterError):
             run.engine.resize(0, -1000)
         run.close()
+
+
+@pytest.mark.parametrize("scope", ["global", "layer"])
+@pytest.mark.parametrize("policy", ["lru", "lfu", "lfu_in_cache", "lru_frequency"])
+def test_hits_of_a_run_are_those_of_a_replay_of_its_own_routes(policy, scope):
+    """Token by token, as a replay reads a trace: the policy that the engine drives is the one that is replayed."""
+    from workbench.expertflow.replay import replay
+
+    for name in ("tiny-mixtral-f16", "tiny-deepseek-f16"):
+        with models.load(name) as model:
+            run = Run(model, 0.5, policy=policy, scope=scope, recording=True)
+            for token in model.tokenizer.encode(PROMPT + ", and say unto him, Thus saith the LORD"):
+                run.session.decode([token])
+            routes, layers = run.session.routes, len(run.pool.weights)
+            slots = run.engine.cache.slots_of(int(routes.layers[0]))
+            found = replay(routes, policy, slots, scope)
+            assert run.counters.hits == sum(found.hits) and run.counters.loads == sum(found.loads)
+            assert run.counters.hit_rate == pytest.approx(found.hit_rate) and 0 < found.hit_rate < 1 and layers
+            run.close()
