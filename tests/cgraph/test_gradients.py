@@ -421,6 +421,18 @@ def test_mistakes_are_explained_and_nothing_is_lost(name):
     assert before == (graph.nodes, graph.leafs, graph.visited) and not graph.grads
 
 
+@pytest.mark.parametrize("what", ["the parameter", "a view of it", "none", "shared", "of a stranger"])
+def test_accumulators_are_tensors_of_their_own(what):
+    m = Maker(9)
+    a, b, own = m.param(3), m.param(3), m.leaf(3)
+    graph = build(scalar(m, ops.mul(a, b)))
+    accs = {"the parameter": {a: a}, "a view of it": {a: ops.view(b, 3)}, "none": {a: None}, "shared": {a: own, b: own}, "of a stranger": {m.leaf(3): own}}
+    before = [*graph.nodes], [*graph.leafs]
+    with pytest.raises(GraphError, match="accumulator"):
+        build_backward_expand(graph, accs[what])
+    assert before == (graph.nodes, graph.leafs) and not graph.grads
+
+
 def test_a_loss_is_one_number():
     m = Maker(10)
     with pytest.raises(ShapeError, match="one number"):

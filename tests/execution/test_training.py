@@ -221,6 +221,50 @@ def test_mistakes_are_explained():
             AdamW(**wrong)
 
 
+def test_a_loss_in_the_memory_of_a_parameter_is_refused():
+    """A step would write over it: what `step` returns would be the loss after the step, in place of the loss before."""
+    _, w = one(1)
+    bias = w.context.from_numpy([2.0, 3.0], name="bias").mark(Flag.PARAM)
+    with w.context.active():
+        for loss, also in ((w, []), (ops.view(bias, 1), []), (ops.sum(ops.sqr(bias)), [ops.reshape(bias, 1, 2)])):
+            with pytest.raises(GraphError, match="lies in the memory of parameter"):
+                Trainer(loss, *also)
+            assert not any(t.flags & (Flag.LOSS | Flag.OUTPUT) for t in (loss, *also))  # as they were
+        before = w.numpy().item()
+        assert Trainer(ops.cont(w)).step({}) == pytest.approx(before)
+
+
+def test_one_loss_is_trained_and_another_one_is_named():
+    net = Net()
+    with net.work.active():
+        total = ops.scale(net.loss, 2.0).named("total")
+    with pytest.raises(GraphError, match="'loss' is marked as a loss beside 'total'"):
+        Trainer(total)
+    net.loss.flags &= ~Flag.LOSS
+    batch = next(net.batches(1))
+    assert Trainer(total).step(batch) == pytest.approx(2 * net.trainer.evaluate(batch), rel=0.05)
+
+
+def test_settings_changed_to_nonsense_are_found_before_the_step():
+    for name, value in (("rate", float("nan")), ("rate", float("inf")), ("beta1", 1.0), ("eps", "small"), ("decay", -1.0)):
+        net = Net()
+        before, batch = net.values(), next(net.batches(1))
+        setattr(net.trainer.optimiser, name, value)
+        with pytest.raises(ParameterError, match="finite numbers"):
+            net.trainer.step(batch)
+        assert same(before, net.values()) and net.trainer.n_steps == 0
+
+
+@pytest.mark.parametrize("runner", ["host", "two gpus"])
+def test_a_closed_runner_takes_memory_again(runner):
+    nets = [Net("moe", runner=None if runner == "host" else Scheduler(simulated_machine(2))) for _ in range(2)]
+    for net in nets:
+        net.trainer.fit(net.batches(1))
+    nets[0].trainer.runner.close()
+    assert nets[0].trainer.fit(nets[0].batches(2)) == nets[1].trainer.fit(nets[1].batches(2))
+    assert same(nets[0].values(), nets[1].values())
+
+
 def test_a_missing_input_is_named_and_nothing_moves():
     net = Net()
     batch = next(net.batches(1))

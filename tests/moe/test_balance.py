@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from tests.cgraph.exact import evaluate, slopes
 from workbench import Context, Flag, Router, build, compute, moe, ops
-from workbench.errors import ParameterError
+from workbench.errors import ParameterError, ShapeError
 from workbench.moe import balance
 
 COUNTS = st.lists(st.integers(0, 50), min_size=2, max_size=12).filter(any)
@@ -21,8 +21,27 @@ def test_measures_at_their_ends():
     assert balance.dropped_fraction(one, 5) == 0.75 and balance.dropped_fraction(even, 5) == 0
     assert balance.max_violation([even, one]).tolist() == [0, 3]
     assert balance.counts_of([[2, 0], [2, 1]], 4).tolist() == [1, 1, 2, 0]
-    with pytest.raises(ParameterError, match="without any choice"):
-        balance.load_entropy([0, 0])
+    assert balance.load_entropy([7]) == 1 and balance.variation([7]) == balance.max_violation([7]) == 0  # one expert is an even load
+    assert balance.counts_of([], 3).tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("measure", [balance.load_entropy, balance.variation, balance.max_violation, lambda c: balance.dropped_fraction(c, 1),
+                                     lambda c: balance.bias_step(c, 0.1)])  # fmt: skip
+@pytest.mark.parametrize("counts", [[0, 0], [[1, 2], [0, 0]], [], 3, [-1, 2], [np.nan, 1], [np.inf, 1]], ids=str)
+def test_counts_that_are_none_are_refused(measure, counts):
+    with pytest.raises(ParameterError, match="counts"):
+        measure(counts)
+
+
+def test_ids_rates_and_capacities_that_are_none_are_refused():
+    for ids in ([0, 4], [-1], [0.5], [True]):
+        with pytest.raises(ParameterError, match="expert ids"):
+            balance.counts_of(ids, 4)
+    for wrong in (-1, np.nan):
+        with pytest.raises(ParameterError):
+            balance.dropped_fraction([1, 2], wrong)
+        with pytest.raises(ParameterError):
+            balance.bias_step([1, 2], wrong)
 
 
 @given(counts=COUNTS, factor=st.integers(2, 9))
@@ -122,3 +141,28 @@ def test_bias_goes_up_where_the_load_is_low(counts, rate):
     assert step.dtype == np.float32
     for c, s in zip(counts, step):
         assert s == pytest.approx(rate if c < mean else -rate if c > mean else 0, rel=1e-6)
+
+
+def test_scores_that_are_all_zero_have_a_loss_and_a_slope():
+    """Sigmoids of -200 are 0 in f32, and so is their sum: a share of nothing is 0, not NaN."""
+    router = Router(4, 2, "sigmoid")
+    with Context() as ctx:
+        x = ctx.from_numpy(np.array([[-200.0] * 4, [1, 0, 2, -1]], "f4")).mark(Flag.PARAM)
+        r = moe.build_router(x, ctx.from_numpy(np.eye(4, dtype="f4")), router)
+        loss = ops.cont(balance.load_balancing_loss(r, router)).mark(Flag.LOSS)
+        graph = build(loss).build_backward_expand()
+        graph.reset()
+        compute(graph)
+        p = 1 / (1 + np.exp(-np.array([1.0, 0, 2, -1])))
+        assert loss.numpy().item() == pytest.approx(4 * (0.5 * p[0] + 0.25 * p[1] + 0.25 * p[2]) / p.sum() / 2, rel=1e-5)
+        slope = graph.grad(x).numpy()
+        assert np.isfinite(slope).all() and (slope[0] == 0).all() and slope[1].any()
+
+
+def test_losses_of_no_tokens_are_refused():
+    with Context() as ctx:
+        router = Router(4, 2)
+        r = moe.build_router(ctx.new_tensor("f32", 6, 0), ctx.new_tensor("f32", 6, 4), router)
+        for loss in (lambda: balance.load_balancing_loss(r, router), lambda: balance.z_loss(r.logits)):
+            with pytest.raises(ShapeError, match="of no tokens"):
+                loss()

@@ -106,6 +106,32 @@ def test_expected_distinct_experts():
     assert expected_distinct(60, 4, 25) == pytest.approx(np.mean(drawn), abs=0.5)
 
 
+@pytest.mark.parametrize("case", [(8, 9, 3), (0, 0, 3), (8, -2, 3), (8, 2, -3), (8, 2, float("nan")), ("8", 2, 3)])
+def test_draws_that_cannot_be_are_refused(case):
+    with pytest.raises(ParameterError, match="that draw"):
+        expected_distinct(*case)
+
+
+def test_numbers_of_experts_and_tokens_below_zero_are_refused():
+    row = model("Mixtral-8x7B")
+    for n in (-1, 1.5, True):
+        with pytest.raises(ParameterError, match="experts in each layer"):
+            row.params(n)
+    for n in (-1, float("nan"), None):
+        with pytest.raises(ParameterError, match="tokens before"):
+            row.flops_per_token(n)
+
+
+def test_two_totals_written_out():
+    # Mixtral-8x7B (config.json): 4096 wide, 32 layers, 32 heads of 128 and 8 of keys, 8 experts of 14336, vocabulary 32000, not tied
+    attention = 2 * 4096 * 4096 + 2 * 4096 * 1024
+    layer = attention + 8 * 3 * 4096 * 14336 + 8 * 4096 + 2 * 4096
+    assert model("Mixtral-8x7B").total == 32 * layer + 2 * 32000 * 4096 + 4096 == 46_702_792_704
+    # OLMoE-1B-7B: 2048 wide, 16 layers, 16 heads of 128, norms over all of Q and K, 64 experts of 1024, vocabulary 50304
+    layer = 4 * 2048 * 2048 + 2 * 2048 + 64 * 3 * 2048 * 1024 + 64 * 2048 + 2 * 2048
+    assert model("OLMoE-1B-7B").total == 16 * layer + 2 * 50304 * 2048 + 2048 == 6_919_161_856
+
+
 def test_real_tokens_share_experts_more_than_chance():
     for name, e, k in (("tiny-mixtral", 8, 2), ("tiny-deepseek", 16, 4)):
         trace = RouteTrace.load(paths.models_dir() / "traces" / f"{name}_trace.npz")

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 import workbench as wb
 from workbench.cgraph import CGraph, build
 from workbench.devices import CpuBackend
-from workbench.errors import ParameterError
+from workbench.errors import ParameterError, ShapeError
 from workbench.moe import ExpertWeights, Router, build_moe_ffn, build_router, presets, reference
 
 SMALL = {
@@ -195,6 +195,30 @@ def test_capacity_is_rounded_up(factor, tokens, capacity):
     assert Router(8, 2, capacity_factor=factor).capacity(tokens) == capacity
 
 
+@pytest.mark.parametrize("factor", [1e9, 1e300, 1.7e308])
+def test_a_huge_capacity_drops_nothing(factor):
+    logits = np.random.default_rng(0).standard_normal((40, 8))
+    for k in (1, 2, 8):
+        plain, large = (routed(logits, Router(8, k, capacity_factor=f))[:2] for f in (None, factor))
+        assert all((a == b).all() for a, b in zip(plain, large, strict=True))
+    with pytest.raises(ParameterError, match="-1 tokens"):
+        Router(8, 2, capacity_factor=factor).capacity(-1)
+
+
+def test_shapes_that_would_be_repeated_or_reshaped_are_refused():
+    with wb.Context(no_alloc=True) as ctx:
+        x, gate, deep = ctx.new_tensor("f32", 6, 5), ctx.new_tensor("f32", 6, 8), ctx.new_tensor("f32", 6, 5, 2)
+        for n in (1, 2, 4):  # each divides 8
+            for what in ("bias", "selection_bias"):
+                with pytest.raises(ShapeError, match="a number for each expert"):
+                    build_router(x, gate, Router(8, 2), **{what: ctx.new_tensor("f32", n)})
+        with pytest.raises(ShapeError, match="one row per token"):
+            build_router(deep, gate, Router(8, 2))
+        wide = [ctx.new_tensor("f32", *ne) for ne in ((6, 3, 9), (6, 3, 9), (3, 6, 9))]
+        with pytest.raises(ShapeError, match="9 experts"):
+            build_moe_ffn(x, gate, ExpertWeights(*wide), Router(8, 2))
+
+
 def test_with_no_capacity_the_layer_gives_nothing_and_the_residual_passes():
     rng = np.random.default_rng(0)
     with wb.Context() as ctx:
@@ -206,7 +230,9 @@ def test_with_no_capacity_the_layer_gives_nothing_and_the_residual_passes():
 
 @pytest.mark.parametrize("wrong", [{"capacity_factor": -1.0}, {"capacity_factor": NAN}, {"capacity_factor": INF}, {"scale": NAN}, {"scale": INF},
                                    {"n_groups": 4, "n_groups_used": 2, "group_best": 0}, {"n_groups": 4, "n_groups_used": 2, "group_best": 3},
-                                   {"n_used": 9}, {"n_groups": 3, "n_groups_used": 2}], ids=str)  # fmt: skip
+                                   {"n_used": 9}, {"n_groups": 3, "n_groups_used": 2}, {"n_groups": 0}, {"n_groups": -2},
+                                   {"n_groups_used": 2}, {"n_used": 2.0}, {"n_expert": 8.5}, {"n_used": True}, {"scale": "2"}, {"scale": None},
+                                   {"capacity_factor": "1"}, {"capacity_factor": True}, {"gating": ["softmax"]}], ids=str)  # fmt: skip
 def test_impossible_routers_are_refused(wrong):
     with pytest.raises(ParameterError):
         Router(**{"n_expert": 8, "n_used": 2} | wrong)

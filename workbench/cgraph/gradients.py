@@ -252,8 +252,9 @@ def build_backward_expand(graph: CGraph, grad_accs: Mapping[Tensor, Tensor] | No
     """Add the gradients of the tensors flagged LOSS with respect to those flagged PARAM; returns the graph (`ggml_build_backward_expand`).
 
     `graph.grad(w)` is then the gradient of w. The loss itself gets an accumulator, a leaf that must hold 1: in a context with data it
-    does; without, it is an input, which `graph.reset()` writes and which must be written before each run. grad_accs: tensors to add a parameter's gradient to, in place, at each run; reset
-    zeroes them. context: where new tensors are laid out; else the active one, else that of the loss.
+    does; without, it is an input, which `graph.reset()` writes and which must be written before each run. grad_accs: tensors of
+    their own to add a parameter's gradient to, in place, at each run; reset zeroes them. context: where new tensors are laid out; else
+    the active one, else that of the loss.
 
     Raises GraphError: no loss or no parameter, an op without gradient between them, gradients that are there already; ShapeError,
     DTypeError, GraphFull, ContextFull. The graph is then as it was before.
@@ -298,6 +299,10 @@ class _Walk:
         for t in self.losses:
             require_loss(t)
         for t, a in accs.items():
+            if t not in graph.visited:
+                raise GraphError(f"an accumulator for {t.label}, which is not in {_name(graph)}", "a tensor of the graph")
+            if not isinstance(a, Tensor) or a.root() in graph.visited or sum(a.root() is b.root() for b in accs.values()) > 1:
+                raise GraphError(f"accumulator {shown(a)} for {t.label}", "a tensor of its own: each run adds to it, and a reset zeroes it")
             if a.ne != t.ne or a.dtype is not F32:
                 raise ShapeError(f"accumulator {a.label} of {a.dtype}, ne={a.ne}, for {t.label}", f"f32, ne={t.ne}")
         self.needs: dict[Tensor, Any] = {}

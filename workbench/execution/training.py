@@ -34,11 +34,17 @@ class AdamW:
     decay: float = 0.0
 
     def __post_init__(self) -> None:
-        if not (self.rate >= 0 and 0 <= self.beta1 < 1 and 0 <= self.beta2 < 1 and self.eps > 0 and self.decay >= 0):
-            raise ParameterError(f"{self}", "rate and decay of 0 or more, betas from 0 to below 1, eps above 0")
+        numbers = self.rate, self.beta1, self.beta2, self.eps, self.decay
+        if not (all(isinstance(x, int | float | np.number) and math.isfinite(x) for x in numbers) and self.rate >= 0
+                and 0 <= self.beta1 < 1 and 0 <= self.beta2 < 1 and self.eps > 0 and self.decay >= 0):  # fmt: skip
+            raise ParameterError(f"{self}", "finite numbers: rate and decay of 0 or more, betas from 0 to below 1, eps above 0")
 
     def numbers(self, step: int) -> tuple[float, ...]:
-        """The seven numbers that OPT_STEP_ADAMW reads in step 1, 2, …; corrections are those of the betas as f32 holds them."""
+        """The seven numbers that OPT_STEP_ADAMW reads in step 1, 2, …; corrections are those of the betas as f32 holds them.
+
+        Raises ParameterError where a setting was changed to what the optimiser cannot use.
+        """
+        self.__post_init__()
         start1, start2 = (1 / (1 - float(np.float32(beta)) ** step) for beta in (self.beta1, self.beta2))
         return self.rate, self.beta1, self.beta2, self.eps, self.decay, start1, start2
 
@@ -62,11 +68,26 @@ class Trainer:
     def __init__(self, loss: Tensor, *also: Tensor, optimiser: AdamW | None = None, runner: Any = None) -> None:
         self.loss, self.optimiser, self.n_steps = loss, optimiser or AdamW(), 0
         self.runner: Any = runner or GraphRunner()
+        self.forward, self.graph = build(loss, *also), build(loss, *also)
+        flags = [(t, t.flags) for t in (loss, *also)]
+        try:
+            self._build(loss, *also)
+        except BaseException:
+            for t, before in flags:
+                t.flags = before
+            raise
+
+    def _build(self, loss: Tensor, *also: Tensor) -> None:
+        """The graph of a step. Flags are set here; who calls it takes them back where it fails."""
+        if other := next((t for t in self.graph.nodes if t.flags & Flag.LOSS and t is not loss), None):
+            raise GraphError(f"{other.label} is marked as a loss beside {loss.label}", "one loss, which is returned and made smaller",
+                             "train the sum, ops.add, with the flag on it alone: t.flags &= ~Flag.LOSS takes one away")  # fmt: skip
         for t in (loss, *also):
+            if t.root().flags & Flag.PARAM:
+                raise GraphError(f"{t.label} lies in the memory of parameter {t.root().label}, which a step writes", "memory of its own",
+                                 "ops.cont of it")  # fmt: skip
             t.mark(Flag.OUTPUT)
         loss.mark(Flag.LOSS)
-        self.forward = build(loss, *also)
-        self.graph = build(loss, *also)
         self.graph.size = 2**31 - 1
         self._made = Context(2**31, no_alloc=True, name="gradients")  # descriptions: no memory is taken
         self._numbers, seed = self._small("adamw", 7), self._small(f"grad for {loss.name}", 1)

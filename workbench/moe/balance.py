@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from workbench.errors import ParameterError
+from workbench.errors import ParameterError, ShapeError, shown
 from workbench.moe.routers import Router, Routing
 from workbench.tensors import Tensor, ops
 
@@ -18,21 +18,33 @@ from workbench.tensors import Tensor, ops
 
 
 def counts_of(experts: Any, n_expert: int) -> np.ndarray:
-    """How often each expert stands in an array of expert ids."""
-    return np.bincount(np.asarray(experts).ravel(), minlength=n_expert)
+    """How often each expert stands in an array of expert ids. Raises ParameterError for ids that are none of them."""
+    ids = np.asarray(experts).ravel()
+    if ids.size and (ids.dtype.kind not in "iu" or not 0 <= ids.min() <= ids.max() < n_expert):
+        raise ParameterError(f"expert ids of {ids.dtype} from {ids.min()} to {ids.max()}", f"whole numbers from 0, below {n_expert}")
+    return np.bincount(ids.astype(np.int64), minlength=n_expert)
+
+
+def _counted(counts: Any) -> np.ndarray:
+    """Counts (…, E) as f64: at least one expert, and at least one choice in each row."""
+    c = np.asarray(counts, float)
+    if not c.ndim or not c.shape[-1] or not (np.isfinite(c).all() and (c >= 0).all()):
+        raise ParameterError(f"counts of shape {c.shape}: {shown(c)}", "choices per expert, (…, E), each 0 or more")
+    if not (c.sum(-1) > 0).all():
+        raise ParameterError("counts without any choice", "at least one token per row")
+    return c
 
 
 def _shares(counts: Any) -> np.ndarray:
-    c = np.asarray(counts, float)
-    total = c.sum(-1, keepdims=True)
-    if not (total > 0).all():
-        raise ParameterError("counts without any choice", "at least one token per row")
-    return c / total
+    c = _counted(counts)
+    return c / c.sum(-1, keepdims=True)
 
 
 def load_entropy(counts: Any) -> Any:
-    """Entropy of the load over its largest value, log E: 1 where all experts get the same, 0 where one gets all."""
+    """Entropy of the load over its largest value, log E: 1 where all get the same (one expert too), 0 where one of several gets all."""
     p = _shares(counts)
+    if p.shape[-1] == 1:
+        return p.sum(-1)
     return -(p * np.log(np.where(p > 0, p, 1))).sum(-1) / np.log(p.shape[-1])
 
 
@@ -50,7 +62,9 @@ def max_violation(counts: Any) -> Any:
 
 def dropped_fraction(counts: Any, capacity: float) -> Any:
     """The share of choices that experts with room for `capacity` each cannot take (Switch)."""
-    c = np.asarray(counts, float)
+    c = _counted(counts)
+    if not capacity >= 0:
+        raise ParameterError(f"a capacity of {shown(capacity)}", "0 or more")
     return np.maximum(c - capacity, 0).sum(-1) / c.sum(-1)
 
 
@@ -64,17 +78,23 @@ def build_load(routing: Routing, router: Router) -> Tensor:
     return ops.get_rows_back(share, ops.reshape(ops.cont(routing.experts), n), (1, router.n_expert))
 
 
+def _of_tokens(t: Tensor, loss: str) -> Tensor:
+    if not t.ne[1]:
+        raise ShapeError(f"{loss} of no tokens", "a mean needs at least one")
+    return t
+
+
 def load_balancing_loss(routing: Routing, router: Router) -> Tensor:
     """E · sum over experts of (share of choices · mean probability): 1 where both are even, up to E where one expert gets all.
 
     Switch's loss (arXiv 2101.03961, eq. 4) for k = 1; for k choices the shares still sum to 1, so the `load_balancing_loss_func` of
     `transformers` is k times as large. Scores that are no probabilities (a sigmoid) are divided by their sum, as DeepSeek-V3 does.
     """
-    probs = routing.probs
+    probs = _of_tokens(routing.probs, "load_balancing_loss")
     if router.gating == "softmax_weight":
         probs = ops.soft_max(probs)
     elif router.gating != "softmax":
-        probs = ops.div(probs, ops.sum_rows(probs))
+        probs = ops.div(probs, ops.clamp(ops.sum_rows(probs), 1e-20, float("inf")))  # not 0 / 0 where all sigmoids are 0
     mean = ops.scale(ops.repeat_back(probs, (router.n_expert, 1)), router.n_expert / probs.ne[1])
     return ops.sum(ops.mul(ops.reshape(mean, 1, router.n_expert), build_load(routing, router))).named("load_balancing_loss")
 
@@ -84,7 +104,7 @@ def z_loss(logits: Tensor) -> Tensor:
 
     For the largest logit l with probability p, log sum exp is l - log p, which neither overflows nor divides by zero.
     """
-    n_expert, n = logits.ne[:2]
+    n_expert, n = _of_tokens(logits, "z_loss").ne[:2]
     best = ops.reshape(ops.argmax(logits), 1, n)
     largest, p = (ops.get_rows(ops.reshape(t, 1, n_expert, n), best) for t in (logits, ops.soft_max(logits)))
     return ops.mean(ops.reshape(ops.sqr(ops.sub(largest, ops.log(p))), n)).named("z_loss")
@@ -95,5 +115,7 @@ def bias_step(counts: Any, rate: float) -> np.ndarray:
 
     Balance without a loss (DeepSeek-V3, arXiv 2408.15664): the bias decides who is chosen, never with which weight.
     """
-    c = np.asarray(counts, float)
+    c = _counted(counts)
+    if not 0 <= rate < np.inf:
+        raise ParameterError(f"a rate of {shown(rate)}", "a number, 0 or more")
     return (rate * np.sign(c.mean(-1, keepdims=True) - c)).astype(np.float32)

@@ -12,7 +12,7 @@ from decimal import ROUND_HALF_UP, Decimal
 
 from workbench.errors import ParameterError, shown
 from workbench.moe import presets
-from workbench.moe.routers import Router
+from workbench.moe.routers import Router, is_number, is_whole
 from workbench.tensors.dtype import DType, dtype
 
 
@@ -108,6 +108,8 @@ class MoEModel:
     def params(self, n_experts: int | None = None) -> int:
         """Parameters with `n_experts` experts in each layer: all of them, unless a number is given."""
         n = self.router.n_expert if n_experts is None else n_experts
+        if not is_whole(n) or n < 0:
+            raise ParameterError(f"{shown(n)} experts in each layer", "a whole number, 0 or more")
         attention = self.n_attention or self.n_moe + self.n_dense
         sublayers = attention + self.n_moe + self.n_dense + self.n_norms
         router = self.router.n_expert * (self.d + self.biases)
@@ -134,6 +136,8 @@ class MoEModel:
     def flops_per_token(self, n_past: int = 0) -> int:
         """Multiplications and additions of one token: two for each weight it passes (the embedding is only looked up), and
         those of attention to `n_past` tokens."""
+        if not is_number(n_past) or n_past < 0:
+            raise ParameterError(f"{shown(n_past)} tokens before this one", "0 or more")
         looked_up = 0 if self.tied else self.embedding
         blocks = self.n_attention or self.n_moe + self.n_dense
         return 2 * (self.params(self.router.n_used) - looked_up) + blocks * self.attention.flops(n_past)
@@ -147,6 +151,8 @@ def printed_as(value: float, figure: str) -> bool:
 
 def expected_distinct(n_expert: int, k: int, n_tokens: int) -> float:
     """Experts of a layer that n tokens need together if each draws its k at random: E · (1 - (1 - k/E)^n)."""
+    if not (all(map(is_number, (n_expert, k, n_tokens))) and 0 <= k <= n_expert > 0 <= n_tokens):
+        raise ParameterError(f"{shown(n_tokens)} tokens that draw {shown(k)} of {shown(n_expert)} experts", "0 ≤ k ≤ E, 0 tokens or more")
     return n_expert * (1 - (1 - k / n_expert) ** n_tokens)
 
 

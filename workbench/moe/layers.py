@@ -161,6 +161,8 @@ def build_moe_ffn(x: Tensor, gate_inp: Tensor, experts: ExpertWeights, router: R
                   selection_bias: Tensor | None = None, graph: Expander | None = None, name: NameNode = name_node,
                   layer: int = 0) -> Tensor:  # fmt: skip
     """A whole expert layer over `x` [D, T]: router `gate_inp` [D, E], chosen experts, combination (`build_moe_ffn`)."""
+    if experts.up.ne[2] != router.n_expert:
+        raise ShapeError(f"{experts.up.ne[2]} experts in {experts.up.label}", f"{router.n_expert}, as in the router")
     routing = build_router(x, gate_inp, router, bias=bias, selection_bias=selection_bias, graph=graph, name=name, layer=layer)
     return build_experts(x, experts, routing, graph=graph, name=name, layer=layer)
 

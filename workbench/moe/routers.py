@@ -17,7 +17,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from workbench.errors import ParameterError, ShapeError
+import numpy as np
+
+from workbench.errors import ParameterError, ShapeError, shown
 from workbench.tensors import Tensor, ops
 
 NameNode = Callable[[Tensor, str, int], Tensor]
@@ -33,6 +35,16 @@ GATINGS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 """Gating functions by name (`llama_expert_gating_func_type`): logits of all experts to their scores. With "softmax_weight" experts
 are chosen by their logits, and the chosen ones share the weight by a soft max of their own (gpt-oss)."""
+
+
+def is_whole(n: object) -> bool:
+    """Whether `n` is a whole number, and no truth value."""
+    return isinstance(n, int | np.integer) and not isinstance(n, bool)
+
+
+def is_number(x: object) -> bool:
+    """Whether `x` is a finite number, and no truth value."""
+    return isinstance(x, int | float | np.number) and not isinstance(x, bool | np.complexfloating) and math.isfinite(x)
 
 
 class Expander(Protocol):
@@ -65,10 +77,15 @@ class Router:
     capacity_factor: float | None = None
 
     def __post_init__(self) -> None:
+        for what in ("n_expert", "n_used", "n_groups", "n_groups_used", "group_best"):
+            if not is_whole(n := getattr(self, what)):
+                raise ParameterError(f"{what}={shown(n)}", "a whole number")
         if not 1 <= self.n_used <= self.n_expert:
             raise ParameterError(f"{self.n_used} experts used of {self.n_expert}", "1 ≤ n_used ≤ n_expert")
-        if self.gating not in GATINGS:
-            raise ParameterError(f"gating {self.gating!r}", f"one of {', '.join(GATINGS)}")
+        if not isinstance(self.gating, str) or self.gating not in GATINGS:
+            raise ParameterError(f"gating {shown(self.gating)!r}", f"one of {', '.join(GATINGS)}")
+        if self.n_groups < 1 or self.n_groups == 1 != self.n_groups_used:
+            raise ParameterError(f"{self.n_groups_used} of {self.n_groups} groups", "1 of 1 for no groups, or some of several")
         if self.n_groups > 1 and (self.n_expert % self.n_groups or not 1 <= self.n_groups_used < self.n_groups):
             raise ParameterError(f"{self.n_groups_used} of {self.n_groups} groups of {self.n_expert} experts",
                                  "groups of equal size, some but not all of them used")  # fmt: skip
@@ -77,10 +94,11 @@ class Router:
                                  "so many experts or more in each group, and at least 1")  # fmt: skip
         if self.n_groups > 1 and self.n_used > self.n_groups_used * (self.n_expert // self.n_groups):
             raise ParameterError(f"{self.n_used} experts of {self.n_groups_used} groups", "at most as many as there are in these groups")
-        if not math.isfinite(self.scale):
-            raise ParameterError(f"a scale of {self.scale}", "a number: the factor on the weights")
-        if self.capacity_factor is not None and not 0 <= self.capacity_factor < math.inf:
-            raise ParameterError(f"a capacity factor of {self.capacity_factor}", "zero (all is dropped) or more, or None for no limit")
+        if not is_number(self.scale):
+            raise ParameterError(f"a scale of {shown(self.scale)}", "a number: the factor on the weights")
+        if self.capacity_factor is not None and not (is_number(self.capacity_factor) and self.capacity_factor >= 0):
+            raise ParameterError(f"a capacity factor of {shown(self.capacity_factor)}",
+                                 "zero (all is dropped) or more, or None for no limit")  # fmt: skip
 
     @property
     def scaled(self) -> bool:
@@ -99,11 +117,14 @@ class Router:
     def capacity(self, n_tokens: int) -> int | None:
         """Choices that one expert takes of a batch: capacity_factor · k · tokens / experts, rounded up; None for any number.
 
-        The Switch paper leaves the rounding open. Up means that a factor of 1 drops nothing where the load is even.
+        The Switch paper leaves the rounding open. Up means that a factor of 1 drops nothing where the load is even. 2^53 stands for
+        anything larger.
         """
         if self.capacity_factor is None:
             return None
-        return math.ceil(round(self.capacity_factor * self.n_used * n_tokens / self.n_expert, 9))
+        if not is_whole(n_tokens) or n_tokens < 0:
+            raise ParameterError(f"{shown(n_tokens)} tokens", "a whole number, 0 or more")
+        return math.ceil(round(min(self.capacity_factor * self.n_used * n_tokens / self.n_expert, 2.0**53), 9))
 
 
 @dataclass(frozen=True)
@@ -136,6 +157,11 @@ def build_router(x: Tensor, gate_inp: Tensor, router: Router, *, bias: Tensor | 
     if gate_inp.ne[:2] != (x.ne[0], router.n_expert):
         raise ShapeError(f"router matrix {gate_inp.label} with ne={gate_inp.ne}", f"ne=({x.ne[0]}, {router.n_expert})",
                          "one row per expert, as wide as the hidden state")  # fmt: skip
+    if x.ne[2:] != (1, 1):
+        raise ShapeError(f"hidden states {x.label} with ne={x.ne}", f"ne=({x.ne[0]}, tokens)", "reshape them: one row per token")
+    for what, t in (("bias", bias), ("selection bias", selection_bias)):
+        if t is not None and t.ne != (router.n_expert, 1, 1, 1):  # a shorter one would be repeated
+            raise ShapeError(f"{what} {t.label} with ne={t.ne}", f"ne=({router.n_expert},), a number for each expert")
     n_tokens, k = x.ne[1], router.n_used
     logits = name(ops.mul_mat(gate_inp, x), "ffn_moe_logits", layer)
     if bias is not None:

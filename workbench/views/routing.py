@@ -9,6 +9,7 @@ import numpy as np
 from matplotlib.patches import Rectangle
 
 from workbench.errors import ShapeError, shown
+from workbench.moe.routers import Router
 from workbench.views.figures import Picture, drawable, new_figure, picture
 from workbench.views.palette import QUANTITY, style
 from workbench.views.rasters import heat_picture
@@ -39,6 +40,8 @@ COLUMNS, HEIGHT = 92, 0.36  # characters in a line of `token_picture`; inches fr
 
 def token_picture(words: Sequence[str], experts: Sequence[int], caption: str, title: str = "") -> Picture:
     """A text, each token on the colour of its expert with the expert's number below; ⏎ ends a line."""
+    if len(words) != len(experts) or any(int(e) < 0 for e in experts):
+        raise ShapeError(f"{len(words)} words, experts {shown(list(experts))}", "an expert, from 0, for each word")
     places, x, y = list[tuple[float, int, str]](), 0.0, 0
     for word in words:
         text = drawable(word.replace("\n", "⏎").replace("\t", "→")) or " "
@@ -86,7 +89,9 @@ def router_picture(words: Sequence[str], probs: Any, experts: Any, caption: str)
 def load_picture(counts: Any, layers: Sequence[int], caption: str) -> Picture:
     """Choices per layer and expert, (L, E), as multiples of the fair share: 100% is even."""
     counts = np.asarray(counts, float)
-    fair = counts / counts.mean(-1, keepdims=True)
+    if counts.ndim != 2 or len(counts) != len(layers) or not counts.size:
+        raise ShapeError(f"counts {counts.shape} of {len(layers)} layers", "(layers, experts)")
+    fair = counts / np.maximum(counts.mean(-1, keepdims=True), 1e-300)  # a layer that was not asked: zeros
     busiest = "; ".join(f"layer {n}: expert {int(row.argmax())} {row.max():.0%}" for n, row in zip(layers, fair))
     alt = f"Load of each expert, 100% is its fair share. Busiest: {busiest}"
     return heat_picture({f"layer {n}": row for n, row in zip(layers, fair)}, caption, alt, "expert", top=max(2.0, float(fair.max())))
@@ -115,6 +120,10 @@ def queue_steps(words: Sequence[str], experts: Any, kept: Any, n_expert: int, ca
                 title: str = "Queues") -> dict[str, Any]:  # fmt: skip
     """Choices [T, k] in the order in which experts take them, all first ones before the second; `kept` [T, k]: which were taken."""
     experts, kept = np.asarray(experts), np.asarray(kept, bool)
+    if experts.ndim != 2 or experts.shape != kept.shape or len(experts) != len(words):
+        raise ShapeError(f"{len(words)} words, experts {experts.shape}, kept {kept.shape}", "one row of each per word")
+    if experts.size and not 0 <= experts.min() <= experts.max() < n_expert:
+        raise ShapeError(f"experts from {experts.min()} to {experts.max()}", f"from 0, below {n_expert}")
     queue, steps = [0] * n_expert, list[dict[str, Any]]()
     for rank in range(experts.shape[1]):
         for word, e, fits in zip(words, experts[:, rank].tolist(), kept[:, rank].tolist()):
@@ -135,7 +144,9 @@ def queue_steps(words: Sequence[str], experts: Any, kept: Any, n_expert: int, ca
 def sum_steps(results: Any, weights: Sequence[float], title: str = "The weighted sum, expert by expert") -> dict[str, Any]:
     """One token through all experts: their weighted results [E, D] added one after the other, as the graph's additions do."""
     results, weights = np.asarray(results, float), [float(w) for w in weights]
-    partial, whole = np.cumsum(results, 0), np.linalg.norm(results.sum(0))
+    if results.ndim != 2 or len(results) != len(weights):
+        raise ShapeError(f"results {results.shape}, {len(weights)} weights", "a row of results for each weight")
+    partial, whole = np.cumsum(results, 0), max(np.linalg.norm(results.sum(0)), 1e-300)
     steps = []
     for e, w in enumerate(weights):
         away = np.linalg.norm(partial[-1] - partial[e]) / whole
@@ -156,7 +167,7 @@ def training_steps(counts: Any, every: int = 20, title: str = "Load while traini
         raise ShapeError(f"counts {counts.shape}, every {every} steps", "(steps, E), and at least one stretch")
     n_expert, fair = counts.shape[1], 1 / counts.shape[1]
     shares = counts[: len(counts) // every * every].reshape(-1, every, n_expert).sum(1)
-    shares /= shares.sum(1, keepdims=True)
+    shares /= np.maximum(shares.sum(1, keepdims=True), 1)  # steps without any choice: zeros
     steps, starved = list[dict[str, Any]](), set[int]()
     for i, row in enumerate(shares):
         new = {e for e in range(n_expert) if row[e] < fair / 10} - starved
@@ -178,6 +189,7 @@ def training_steps(counts: Any, every: int = 20, title: str = "Load while traini
 def group_steps(scores: Any, n_groups: int, n_used: int, group_best: int, k: int, title: str = "Groups, then experts") -> dict[str, Any]:
     """One token's choice among experts in groups, from its scores [E]: each group's value, the groups that stay, the experts that win."""
     scores = np.asarray(scores, float)
+    Router(scores.size, k, n_groups=n_groups, n_groups_used=n_used, group_best=group_best)  # refuses what cannot be
     size, steps = len(scores) // n_groups, list[dict[str, Any]]()
     groups = scores.reshape(n_groups, size)
     best = -np.sort(-groups, axis=1)[:, :group_best]
