@@ -18,6 +18,7 @@ from workbench.execution import GraphRunner
 from workbench.lessons.balance_states import Lesson17 as Lesson17
 from workbench.lessons.balance_states import Lesson18 as Lesson18
 from workbench.lessons.device_states import Lesson07 as Lesson07
+from workbench.lessons.devices_states import Lesson26 as Lesson26
 from workbench.lessons.expert_states import Lesson19 as Lesson19
 from workbench.lessons.graph_states import Lesson03 as Lesson03
 from workbench.lessons.graph_states import Lesson04 as Lesson04
@@ -25,11 +26,11 @@ from workbench.lessons.memory_pressure_states import Lesson24 as Lesson24
 from workbench.lessons.moe_states import Lesson15 as Lesson15
 from workbench.lessons.moe_states import Lesson16 as Lesson16
 from workbench.lessons.own_model_states import Lesson27 as Lesson27
+from workbench.lessons.pipeline_states import Lesson14 as Lesson14
 from workbench.lessons.placement_states import Lesson10 as Lesson10
 from workbench.lessons.placement_states import Lesson11 as Lesson11
 from workbench.lessons.queue_states import Lesson23 as Lesson23
 from workbench.lessons.run_states import Lesson13 as Lesson13
-from workbench.lessons.run_states import Lesson14 as Lesson14
 from workbench.lessons.schedule_states import Lesson08 as Lesson08
 from workbench.lessons.schedule_states import Lesson09 as Lesson09
 from workbench.lessons.split_states import Lesson12 as Lesson12
