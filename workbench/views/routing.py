@@ -146,7 +146,7 @@ def sum_steps(results: Any, weights: Sequence[float], title: str = "The weighted
     results, weights = np.asarray(results, float), [float(w) for w in weights]
     if results.ndim != 2 or len(results) != len(weights):
         raise ShapeError(f"results {results.shape}, {len(weights)} weights", "a row of results for each weight")
-    partial, whole = np.cumsum(results, 0), max(np.linalg.norm(results.sum(0)), 1e-300)
+    partial, whole = np.cumsum(results, 0), max(float(np.linalg.norm(results.sum(0))), 1e-300)
     steps = []
     for e, w in enumerate(weights):
         away = np.linalg.norm(partial[-1] - partial[e]) / whole
