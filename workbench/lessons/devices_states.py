@@ -79,8 +79,9 @@ class Lesson26:
             filled[p] += int(loads[item])
             count[p] += 1
             why = f" Lighter, but full: {', '.join(map(str, lighter))}." if lighter else ""
+            why += " It is full now." * (count[p] == room)
             steps.append({"label": f"expert {item}", "cause": "full" if lighter else "lightest", "change": count[p] == room,
-                          "sentence": f"Expert {item} ({loads[item]}) goes to device {p}, the lightest with room ({before[p]}).{why}" + " It is full now." * (count[p] == room),
+                          "sentence": f"Expert {item} ({loads[item]}) goes to device {p}, the lightest with room ({before[p]}).{why}",
                           "marks": [[p, str(item), float(loads[item] / loads.max())]],
                           "table": [[str(i), str(f), "full" if count[i] == room else ""] for i, f in enumerate(filled)]})  # fmt: skip
         return {"title": f"{len(loads)} experts onto {n_packs} devices", "lanes": [f"device {i}" for i in range(n_packs)],
@@ -139,7 +140,7 @@ class Lesson26:
         """What the gate of the next layer says one layer ahead about English, taking its 2, 3 or 4 best experts: by how many, (recall of
         experts, recall of devices to be visited, precision of these). Four devices."""
         text = (paths.models_dir() / "samples" / "english.txt").read_text("utf-8")[:1500]
-        seen = record(self.model, [self.model.tokenizer.encode(text)[:256]])
+        seen = record(self.model, [self.model.tokenizer.encode(text)[:192]])
         placed, home = place(self.loads(), 4), self.homes(seen.routes.n_tokens, 4)
         predictor, out = GateAhead(1), {}
         layers = [m for m in range(seen.routes.n_layers) if predictor.speaks(m, seen.gates)]
