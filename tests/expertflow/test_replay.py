@@ -134,7 +134,7 @@ def test_sequences_side_by_side():
     assert [e for _, e in Stream(trace, batch=2)] == [[0, 1, 2], [0, 2, 3], [0, 4]]
     stream = Stream(trace, "one_by_one", batch=3)
     assert stream.needed == (7,) and stream.most == 4
-    assert list(stream.steps(Group((0,), 4))) == [(0,), (1,), (2,), (4,), (0,), (2,), (3,)]
+    assert list(stream.steps(Group((0,), 4))) == [[0, 1, 2, 4], [0, 2, 3]]
     late = trace.select(np.array([1, 3, 4]))  # positions 1, 1, 0
     assert sorted(map(len, (e for _, e in Stream(late, batch=3)))) == [2, 3]
 

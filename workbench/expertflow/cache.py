@@ -176,7 +176,7 @@ class ExpertCache:
             raise ParameterError(f"{len(keys)} experts of layer {layer} in one step", f"at most {slots}, the slots there are",
                                  "smaller steps, more slots, or residency one_by_one")  # fmt: skip
         self.caches[g].busy = keys if self.together else keys[-1:]
-        yield from self._named(g, self.caches[g].serve([sorted(keys)] if self.together else [[key] for key in keys]))
+        yield from self._named(g, self.caches[g].serve([sorted(keys) if self.together else keys], self.together))
 
     def bring(self, layer: int, expert: int, in_use: Iterable[tuple[int, int]] = ()) -> Iterator[ExpertEvent]:
         """One expert by itself, while those `in_use`, of any layers, must stay (they count as used now)."""

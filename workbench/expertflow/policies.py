@@ -45,8 +45,9 @@ class Cache:
         self.fetched: set[int] = set()
         self.busy: Collection[int] = ()
 
-    def serve(self, steps: Iterable[Sequence[int]], tell_hits: bool = True) -> Iterator[Event]:
-        """Each step's different keys are needed together: a hit for each that is in, a load for each that is not.
+    def serve(self, steps: Iterable[Sequence[int]], together: bool = True, tell_hits: bool = True) -> Iterator[Event]:
+        """A hit for each key that is in, a load for each that is not. The keys of a step are different, and needed at the same time; where
+        they are not `together`, one after another, and steps mean nothing.
 
         Without `tell_hits` the hits are left out, which is faster: they are the accesses that were no loads.
         """
@@ -54,6 +55,7 @@ class Cache:
         touch, admit, replace, now = self.touch, self.admit, self.replace, self.now
         try:
             for needed in steps:
+                busy = needed if together else ()
                 for key in needed:
                     uses[key] += 1
                     last[key] = now
@@ -69,7 +71,7 @@ class Cache:
                         yield "load", key, "missed"
                     else:
                         self.now = now
-                        victim = replace(key, needed)
+                        victim = replace(key, busy)
                         if victim is not None:
                             yield "evict", victim, self.cause
                         yield "load", key, "missed" if key in resident else "staged"
@@ -161,7 +163,7 @@ class Frequency(Cache):
 
     def replace(self, new: int, busy: Collection[int]) -> int | None:
         """The lowest rank that is not busy."""
-        heap, last, uses, weight, aside = self.heap, self.last, self.uses, self.weight, None
+        heap, last, uses, weight, resident, aside = self.heap, self.last, self.uses, self.weight, self.resident, None
         _, at, key = heap[0]
         while at != last[key] or key in busy:
             if at == last[key]:
@@ -170,11 +172,12 @@ class Frequency(Cache):
                 at = last[key]
                 heapreplace(heap, (uses[key] if weight is None else at + weight * uses[key], at, key))
             _, at, key = heap[0]
-        heapreplace(heap, self._rank(new))
+        at = last[new]
+        heapreplace(heap, (uses[new] if weight is None else at + weight * uses[new], at, new))
         for entry in aside or ():
             heappush(heap, entry)
-        del self.resident[key]
-        self.resident[new] = None
+        del resident[key]
+        resident[new] = None
         if self.in_cache:
             uses[key] = 0
         return key
@@ -233,8 +236,8 @@ class Belady(Cache):
         self.last = list(range(n_keys))
         self.heap: list[int] = []  # minus the next access of each key that was accessed, and older ones
 
-    def _farthest(self, busy: Collection[int], after: int = -1) -> int | None:
-        """Take out the key that is needed last, where that is later than access `after`."""
+    def _farthest(self, busy: Collection[int], after: int = -1, new: int = -1) -> int | None:
+        """Take out the key that is needed last, where that is later than access `after`; neither a busy one nor `new`."""
         heap, owner, last, minus, resident = self.heap, self.owner, self.last, self.minus, self.resident
         for due in minus[self._pushed : self.now]:
             heappush(heap, due)
@@ -247,7 +250,7 @@ class Belady(Cache):
             key = owner[-due]
             if key not in resident or minus[last[key]] != due:
                 continue
-            if key not in busy:
+            if key not in busy and key != new:
                 break
             aside.append(due)
         else:
@@ -267,7 +270,7 @@ class Belady(Cache):
         if self.now > self.end or self.owner[self.now - 1] != new:
             raise ParameterError(f"key {new} at access {self.now - self.owner[-1] - 2}", "the future that Belady's policy was given")
         self.resident[new] = None
-        return self._farthest(busy)
+        return self._farthest(busy, new=new)
 
     def upcoming(self) -> Due | None:
         """The first access ahead whose key is missing."""

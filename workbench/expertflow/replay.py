@@ -172,15 +172,14 @@ class Stream:
         return (keys.ravel() if isinstance(keys, np.ndarray) else np.concatenate(keys)), np.repeat(steps, sizes)
 
     def steps(self, group: Group) -> Iterator[Sequence[int]]:
-        """What `Cache.serve` takes, in keys of the group."""
+        """What `Cache.serve` takes, in keys of the group: its steps or, one by one, pieces of any length."""
         keys = self.keys(group)
-        if not self.together:
-            keys = keys.reshape(-1, 1) if isinstance(keys, np.ndarray) else np.concatenate(keys)[:, None]
         if not isinstance(keys, np.ndarray):
             yield from (k.tolist() for k in keys)
-            return
-        for at in range(0, len(keys), CHUNK):
-            yield from zip(*keys[at : at + CHUNK].T.tolist())
+        else:
+            for at in range(0, len(keys), CHUNK):
+                part = keys[at : at + CHUNK]
+                yield from zip(*part.T.tolist()) if self.together else [part.ravel().tolist()]
 
     def __iter__(self) -> Iterator[tuple[int, list[int]]]:
         """(layer's place, experts), in the order of a run, best first where nothing else is said."""
@@ -241,7 +240,7 @@ def _drained(stream: Stream, cache: ExpertCache, *unused: Any) -> dict[str, Any]
         for _, key, _ in one.preload():
             loaded[key] += 1
         before = np.reshape(loaded, (-1, n)).sum(1)
-        for kind, key, _ in one.serve(stream.steps(group), tell_hits=False):
+        for kind, key, _ in one.serve(stream.steps(group), stream.together, tell_hits=False):
             if kind == "load":
                 loaded[key] += 1
             else:
