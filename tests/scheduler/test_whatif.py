@@ -15,6 +15,7 @@ from workbench.lessons.schedule_cases import CASES
 from workbench.scheduler.optimum import Problem, fewest_bytes
 from workbench.scheduler.passes import computed, is_weight
 from workbench.scheduler.whatif import Case, Change, candidates, outcome_of, tensors_of, why_not
+from workbench.tensors import ops
 from workbench.trace import Trace
 
 ALL = list(CASES.values())
@@ -275,6 +276,33 @@ def test_a_shipped_model(name):
 def test_borders_that_are_none(border):
     with pytest.raises(ParameterError, match="no border at .*\n.*1: D, 2: E"):
         why_not(CHAIN, border)
+
+
+def _clashing(d):
+    """The third tensor would be called "x @ 2", as the second one is."""
+    return ops.soft_max(ops.mul_mat(d.weight("x @ 2", 64, 64, on="GPU"), d.input("x", 64, d.batch)).named("x")).named("y")
+
+
+def test_names_that_look_like_places_lose_no_tensor():
+    case = Case("clash", _clashing, denied=(("SOFT_MAX", "GPU"),))
+    graph = case.scheduler_and_graph()[1]
+    assert [*tensors_of(graph)] == ["x @ 2", "x", "x @ 2 @ 2", "y"]
+    answer = why_not(case, "y")
+    assert str(answer.best.change) == "assign x @ 2 @ 2 to CPU by hand" and len(case.outcome().splits) == 2
+    assert case.changed(Change.assign("x @ 2 @ 2", "CPU")).outcome().nodes[0].backend == "CPU"
+
+
+def _long(d):
+    x = d.input("x", 16, d.batch)
+    for i in range(1500):
+        x = ops.add(ops.mul_mat(d.weight(f"W{i}", 16, 16, on="GPU"), x) if i % 3 == 0 else ops.silu(x), x)
+    return x
+
+
+def test_a_recipe_may_make_a_large_graph():
+    """3,000 nodes, more than ggml's default capacity of a graph."""
+    out = Case("long", _long).outcome()
+    assert len(out.nodes) == 3000 and len(out.splits) == 1
 
 
 def test_a_weight_read_twice_cuts_twice_and_is_copied_once():

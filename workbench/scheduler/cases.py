@@ -31,14 +31,17 @@ from workbench.trace import Trace
 
 Pairs = tuple[tuple[str, str], ...]
 
+MOST_TENSORS = 1 << 16
+"""That a recipe may make; room is only counted, so a small graph pays nothing for it."""
+
 
 class Draft:
     """What a recipe builds with: the graph so far, the batch, inputs and weights by name."""
 
     def __init__(self, case: Case, memories: dict[str, BufferType]) -> None:
         self.batch, self._homes, self._memories = case.batch, dict(case.weights), memories
-        self.context = Context(1000 * TENSOR_OVERHEAD, no_alloc=True, name=case.name)
-        self.graph = CGraph(name=case.name)
+        self.context = Context(MOST_TENSORS * TENSOR_OVERHEAD, no_alloc=True, name=case.name)
+        self.graph = CGraph(size=MOST_TENSORS, name=case.name)
 
     @property
     def devices(self) -> list[str]:
@@ -281,11 +284,13 @@ def outcome_of(scheduler: Scheduler, graph: CGraph) -> Outcome:
 
 
 def tensors_of(graph: CGraph) -> dict[str, Tensor]:
-    """Leafs and nodes by name; where several have the same, those after the first by "name @ place"."""
+    """Leafs and nodes by name; where several have the same, those after the first by "name @ place", as often as needed."""
     out: dict[str, Tensor] = {}
     for i, t in enumerate((*graph.leafs, *graph.nodes)):
         key = t.name or t.desc
-        out[key if key not in out else f"{key} @ {i}"] = t
+        while key in out:
+            key = f"{key} @ {i}"
+        out[key] = t
     return out
 
 

@@ -77,14 +77,14 @@ class WhyNot(NamedTuple):
         what = ", ".join(f"{n} × {one}" for n, one in kinds)
         head = f"{self.border[1]} begins a split: {self.cause}. Tried {len(self.tried)}{of} single changes ({what})"
         rest = f"{self.count('moves')} only move the border, {self.count('refused')} are refused"
-        t = self.best
+        t, n = self.best, len(self.removing)
         if t is None:
             return f"{head}: none takes the border away; {rest}."
         cost = [f"{len(self.before.splits)} → {t.splits} splits", f"{self.before.copied:,} → {t.copied:,} bytes copied per run"]
         cost += [f"{t.shifted} nodes on another backend"] if t.shifted else []
         cost += [f"{t.moved:,} bytes moved once"] if t.moved else []
         cost += ["a new border " + ", ".join(" | ".join(b) for b in t.new)] if t.new else []
-        return f"{head}: {len(self.removing)} take it away, the smallest: {t.change}. It gives {'; '.join(cost)}. Of the others {rest}."
+        return f"{head}: {n} {'takes' if n == 1 else 'take'} it away, the smallest: {t.change}. It gives {'; '.join(cost)}. Of the others {rest}."
 
 
 def why_not(case: Case, border: int | str, most: int = 2000) -> WhyNot:
