@@ -70,9 +70,9 @@ class Own:
         return models.build_step(self.model, cache, n_tokens, cache.n_ctx, 1).graph
 
     def experts_part(self) -> list[Tensor]:
-        """The nodes of it that route and compute the experts of the first layer that has any."""
-        end = f"-{self.layers[0]}"
-        return [t for t in self.graph().nodes if t.name.endswith(end) and ("moe" in t.name or "l_out" in t.name)]
+        """The choice of experts, and their products, in the first layer that has any."""
+        names = [f"ffn_moe_{what}-{self.layers[0]}" for what in ("topk", "gate", "up", "gate_up", "swiglu", "down")]
+        return [t for t in self.graph().nodes if t.name in names]
 
     @cached_property
     def plan(self) -> SchedulePlan:
