@@ -92,7 +92,7 @@ def _roll(steps: Steps, s: dict[str, Any], caption: str) -> Picture:
 
 
 def _cell(axes: Any, x: float, y: float, look: dict[str, str], w: float, h: float, size: float) -> None:
-    axes.add_patch(Rectangle((x - w / 2, y - h / 2), w, h, fc=look["fill"], ec="#333333", lw=0.6 if size else 0.2))
+    axes.add_artist(Rectangle((x - w / 2, y - h / 2), w, h, fc=look["fill"], ec="#333333", lw=0.6 if size else 0.2))  # limits are set
     if size:
         axes.text(x, y, look["code"], ha="center", va="center_baseline", size=size, color=look["ink"], weight="bold")
 
