@@ -145,7 +145,11 @@ except GraphError as error:
 # ## 3 · Is it true? · 6 min
 #
 # A gradient can be checked without any rule: move one weight a little up and a little down, run the forward graph both times, and divide. These
-# are *finite differences*. They take two runs per weight, and the network has 552 of them; the backward graph gives all in one run.
+# are *finite differences*. They take two runs per weight, and the network has 552 of them; the backward graph gives all in one run. How far
+# should a weight be moved?
+
+# %% tags=["predict"]
+lesson.predict("step")
 
 # %%
 checked = state.network(with_data=True)
@@ -156,11 +160,8 @@ assert all(abs(a - b) < 3e-4 for _, a, b in rows)
 rows = [(what, f"{a:.3f}", f"{b:.3f}", f"{b / a:.2f}") for what, a, b in rows]
 views.table(["weight", "finite difference", "gradient", "ratio"], rows, "Two ways, one slope.")
 
-# %% tags=["predict"]
-lesson.predict("step")
-
 # %% [markdown]
-# How far should a weight be moved? Turn the knob. The error is the median of twelve weights of `w1`, over the largest gradient:
+# And with another h? Turn the knob. The error is the median of twelve weights of `w1`, over the largest gradient:
 
 # %%
 steps_h = [1.0, 0.1, 0.01, 1e-3, 1e-4, 1e-5, 1e-6]

@@ -183,7 +183,7 @@ lesson.reveal("published", round(dense / used, 1), all=round(dense / 1e9, 1), ac
 times = {n: state.best_ms(n) for n in (2, 4, 8, 16, 32)}
 views.table(["experts", "ms", "times the row above"],
             [(n, f"{ms:.2f}", f"{ms / times[n // 2]:.2f}" if n > 2 else "") for n, ms in times.items()],
-            "Twice the experts, about twice the time.")
+            "Twice the experts: about twice the time, and more once they outgrow the processor's caches.")
 
 # %% [markdown]
 # ## 5 · Is this what ggml does? · 6 min
@@ -349,5 +349,5 @@ lesson.check("gate", gate, expected, on, steps, tolerance=1e-4)
 # | `moe.reference` | — | gradients: lesson 06; a trained dense gate |
 # | `moe.configs` | a model's `config.json` | |
 #
-# **Next**, 16: keep the gate, use only its best k. Four products become three `MUL_MAT_ID`s, work no longer grows with the number of experts, and
-# suddenly it matters what the weights sum to, which rows go where, and who gets too many.
+# **Next**, 16: keep the gate, use only its best k. Of the four products three become `MUL_MAT_ID`s, the experts' work no longer grows with their
+# number, and suddenly it matters what the weights sum to, which rows go where, and who gets too many.

@@ -88,7 +88,7 @@ for layer in state.trace.layers.tolist():
     busiest = [f"{c.max() / c.mean():.1f}" for c in (one, many)]
     rows.append((layer, *busiest, int((one < 4).sum())))
 views.table(["layer", "busiest expert: this text", "all texts", "under a quarter share, this text"], rows,
-            "Even on average, uneven in one text; in layers 4 and 5 it leaves some experts idle.")
+            "Even on average, uneven in one text; in layers 4 and 5 some are all but idle.")
 
 # %% [markdown]
 # Both come from training: it was rewarded for even loads over large mixed batches (lesson 17), and within that it learned that words of
@@ -189,7 +189,8 @@ lesson.reveal("groups", len(sizes), rows=ids.size, largest=max(sizes))
 
 # %% [markdown]
 # So what a batch costs in *weights read* is the number of different experts. If each token drew its k of E at random, n tokens would need
-# E · (1 − (1 − k/E)ⁿ) of them. Kimi K3 has 896 experts, of which each token uses 16; 16 tokens would need 224. What was measured?
+# E · (1 − (1 − k/E)ⁿ) of them. Kimi K3 has 896 experts, of which each token uses 16; 16 tokens would need 224. What was measured, with
+# an English paragraph?
 
 # %% tags=["predict"]
 lesson.predict("union")
@@ -247,7 +248,8 @@ lesson.reveal("capacity", said, lost=int(lost.sum()), of=len(lost), empty=empty)
 
 # %% [markdown]
 # A dropped token is not lost: the layer adds nothing to it, and the residual sum carries it to the next layer as it was. Turn the knobs; each
-# move runs the layer. Which knob changes the weights, but never who is chosen? (llama.cpp knows no capacity: dropping is for training.)
+# move runs the layer. One knob changes the weights, but neither who is chosen nor who is dropped: which?
+# (llama.cpp knows no capacity: dropping is for training.)
 
 # %%
 factors, heats, runs = [None, 0.5, 1.0, 1.25, 2.0, 4.0], [0.5, 1.0, 2.0, 8.0], {}
