@@ -36,14 +36,14 @@ MIB = 2**20
 
 # %%
 views.table(["storage", "bytes of an expert"], state.kinds.items(),
-            "Two sizes, neither a multiple of the other.")
+            "The first two are used below; neither is a multiple of the other.")
 
 # %% tags=["predict"]
 lesson.predict("room")
 
 # %% [markdown]
-# Step through it. A cell is 3,840 bytes, a row one f16 expert; the number is the expert's, the colour its layer's. *n* jumps to the next load
-# that found no hole.
+# Step through it. A cell is 3,840 bytes, two rows are one f16 expert; the number is the expert's, the colour its layer's. What is outlined
+# has just changed. *n* jumps to the next load that found no hole; then the table also says what was free before more were evicted.
 
 # %%
 steps = state.hole_steps()

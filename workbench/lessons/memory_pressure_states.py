@@ -133,13 +133,14 @@ class Lesson24:
                 cause = "evict" if gone else "load"
                 said = f"{name} gets {size:,} bytes at {arena.places[key][0]:,}." + (f" Gone: {out}." if gone else "")
             holes = [[f"{a:,}", f"{n:,}"] for a, n in arena.holes]
+            then = [["free before", f"{failure.free:,}"], ["largest before", f"{failure.largest:,}"]] if failure else []
             steps.append({"label": str(access), "cause": cause, "change": failure is not None, "sentence": said[0].upper() + said[1:],
-                          "marks": marks, "table": [*holes, ["in all", f"{arena.free:,}"]]})  # fmt: skip
+                          "marks": marks, "table": [*then, *holes, ["free now", f"{arena.free:,}"]]})  # fmt: skip
             n_failed += failure is not None
             if n_failed == 2:
                 break
         n = slots * self.kinds["f16"]
-        return {"title": f"An arena of {n:,} bytes", "kind": "memory", "unit": CELL, "per_row": 32, "cells": [""] * (n // CELL),
+        return {"title": f"An arena of {n:,} bytes", "kind": "memory", "unit": CELL, "per_row": 16, "cells": [""] * (n // CELL),
                 "steps": steps, "legend": [[i, f"layer {i}"] for i in range(6)], "columns": ["hole at", "bytes"],
                 "table": "holes"}  # fmt: skip
 
