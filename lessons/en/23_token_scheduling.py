@@ -36,17 +36,17 @@ MS = 1_000_000      # nanoseconds
 lesson.predict("alone")
 
 # %%
-waits = {f"{ms} ms": Limits(32, ms * MS) for ms in (0, 5, 20, 100)}
-runs = {name: state.served(limits, 1) for name, limits in waits.items()}
+limits_of = {f"{ms} ms": Limits(32, ms * MS) for ms in (0, 5, 20, 100)}
+alone = {name: state.served(limits, 1) for name, limits in limits_of.items()}
 rows = [(name, f"{r.throughput:.2f}", f"{r.latency():.0f}", f"{r.batch:.1f}",
-         f"{r.longest_wait / MS:.1f}") for name, r in runs.items()]
+         f"{r.longest_wait / MS:.1f}") for name, r in alone.items()]
 views.table(["may wait", "tokens/s", "ms per token, median", "tokens per batch", "longest wait, ms"],
             rows,
             "Mixtral-8x7B, RTX 3090, PCIe 4: a single stream has no company to wait for.")
 
 # %% tags=["reveal"]
-fast, slow = runs["0 ms"].throughput, runs["100 ms"].throughput
-lesson.reveal("alone", "gain" if slow > 1.02 * fast else "nothing", batch=f"{runs['100 ms'].batch:.0f}")
+fast, slow = alone["0 ms"].throughput, alone["100 ms"].throughput
+lesson.reveal("alone", "gain" if slow > 1.02 * fast else "nothing", batch=f"{alone['100 ms'].batch:.0f}")
 
 # %% [markdown]
 # So the unit of token scheduling is a **micro-batch of several requests in one layer**. Now the same with more requests at once, and nobody
@@ -81,18 +81,19 @@ widgets.Stepper(steps, "A queue is served for a reason: its expert is there, it 
                 "or nothing else is to do.")
 
 # %%
-joined, served = {}, {}
+complete, served = {}, {}
 for kind, what, _, done in state.walk(limits, 2, (0,)):
     for w in what.tokens if kind == "serve" else ():
         served.setdefault(w.token, []).append(what.expert)
-    joined.update({token: list(served[token]) for token in done})
-assert sorted(joined) == list(range(6)) and all(len(e) == 2 for e in joined.values())
-rows = [(token, str(experts)) for token, experts in sorted(joined.items())]
+    complete.update({token: list(served[token]) for token in done})
+assert sorted(complete) == list(range(6)) and all(len(e) == 2 for e in complete.values())
+rows = [(token, str(experts)) for token, experts in sorted(complete.items())]
 views.table(["token", "experts, in the order of their results"], rows,
             "Joined when the second result is there: each token once, with both of its experts.")
 
 # %% tags=["reveal"]
-lesson.reveal("join", "waits" if all(len(e) == 2 for e in joined.values()) else "goes", n=len(joined))
+both_there = all(len(experts) == 2 for experts in complete.values())
+lesson.reveal("join", "waits" if both_there else "goes", n=len(complete))
 
 # %% [markdown]
 # A request may be withdrawn meanwhile. Its token leaves all queues, and a late result of it is dropped:
@@ -129,22 +130,33 @@ views.table(["B", "T_compute(B), µs per token", "B · T_compute(B), ms", "T_loa
             "Mixtral-8x7B, RTX 3090: up to some 47 tokens a batch takes as long as one token.")
 
 # %% [markdown]
+# Both times per token and expert, computing and loading, over the batch:
+
+# %%
+n_of, c = [1, 4, 16, 64, 256, 1024, 4096], state.costs
+curves = {"computing": (n_of, [c.expert(n) / n / 1000 for n in n_of]),
+          "loading": (n_of, [c.load / n / 1000 for n in n_of])}
+views.line_picture({"Mixtral-8x7B, RTX 3090, PCIe 4": curves},
+                   "Computing stops falling near 47 tokens, loading goes on; they meet at 1,409.",
+                   "µs per token over batch size; the curves cross at 1,409", "B", "µs per token")
+
+# %% [markdown]
 # Up to some size the device is busy reading the weights, whoever they are for. Now run it: two slots, one link, forty batches of B tokens,
 # each with an expert that must be loaded while the one before computes. Where does the device stop waiting?
 
 # %%
 sizes = (1, 29, 256, 1024, 1408, 1409, 2048)
-found = {n: state.pipeline(n) for n in sizes}
+piped = {n: state.pipeline(n) for n in sizes}
 said = lambda share: f"{share:.1%}" if share > 1e-3 else "under 0.1%" if share else "none"
-rows = [(n, said(stall / ns), f"{ns / 40 / n / 1000:,.1f}") for n, (ns, stall) in found.items()]
+rows = [(n, said(stall / ns), f"{ns / 40 / n / 1000:,.1f}") for n, (ns, stall) in piped.items()]
 views.table(["B", "device waits", "µs per token and expert"], rows,
             "Waiting ends at the B of the formula; time per token has fallen long before.")
 
 # %% tags=["reveal"]
-first = next(n for n, (_, stall) in found.items() if not stall)
-assert first == worthwhile(c)
-ratio = found[1][0] / found[29][0] * 29
-lesson.reveal("threshold", first, per_token=f"{c.expert(1) / MS:.2f}", ratio=f"{ratio:.0f}")
+first = next(n for n, (_, stall) in piped.items() if not stall)
+assert first == worthwhile(state.costs)
+ratio = piped[1][0] / piped[29][0] * 29
+lesson.reveal("threshold", first, per_token=f"{state.costs.expert(1) / MS:.2f}", ratio=f"{ratio:.0f}")
 
 # %% [markdown]
 # > **Erratum.** B · T_compute > T_load is the condition under which computing *hides* the next load. It is not the condition under which waiting
@@ -220,19 +232,18 @@ lesson.predict("starve")
 
 # %%
 arrivals = [(ms, e) for ms in range(100) for e in range(8)]
-found = both(arrivals, 3, 100, 8)
-rows = []
+found, fair = both(arrivals, 3, 100, 8), []
 for e in range(8):
     times = [[at for at, batch in some if batch[0] % 8 == e] for some in found]
     waits = [max((at - batch[0] // 8 for at, batch in some if batch[0] % 8 == e), default="for ever")
              for some in found]
-    rows.append((e, len(times[0]), waits[0], len(times[1]), waits[1]))
-views.table(["expert", "listed: batches", "longest wait, ms", "ours: batches", "longest wait, ms"], rows,
+    fair.append((e, len(times[0]), waits[0], len(times[1]), waits[1]))
+views.table(["expert", "listed: batches", "longest wait, ms", "ours: batches", "longest wait, ms"], fair,
             "First found is first served: low numbers expire again before high ones are looked at.")
 
 # %% tags=["reveal"]
-never = sum(n == 0 for _, n, *_ in rows)
-lesson.reveal("starve", never, bound=max(wait for *_, wait in rows))
+never = sum(n == 0 for _, n, *_ in fair)
+lesson.reveal("starve", never, bound=max(wait for *_, wait in fair))
 
 # %% [markdown]
 # > **Erratum.** Two faults in that method: the wait counts from the last trigger instead of from the oldest token, and one call returns one queue,
@@ -267,6 +278,15 @@ change, tail = b.throughput / a.throughput - 1, b.latency(0.95) / a.latency(0.95
 said = "slower" if change < -0.02 else "same" if change < 0.02 else "faster"
 lesson.reveal("classes", said, share=f"{change:.0%}", tail=f"{tail:.1f}",
               many=f"{many[1] / many[0] - 1:.0%}", batches=f"{a.batch:.1f} to {b.batch:.1f}")
+
+# %%
+n_of = [1, 2, 4, 8, 16, 32]
+of = {"nobody waits": LATENCY, "for ever": Limits(32, FOREVER), "THROUGHPUT": THROUGHPUT}
+curves = {name: (n_of, [state.served(limits, n).throughput for n in n_of]) for name, limits in of.items()}
+last = ", ".join(f"{name} {y[-1]:.1f}" for name, (_, y) in curves.items())
+views.line_picture({"Mixtral-8x7B, RTX 3090, PCIe 4": curves},
+                   "More requests help, however one waits; waiting for ever gives a quarter of it back.",
+                   f"Tokens per second over requests, 1 to 32; at 32: {last}", "requests", "tokens/s")
 
 # %% [markdown]
 # Why? While nobody waits, the oldest token goes first and all requests move through the layers in step: they meet at the same experts. Who

@@ -51,8 +51,8 @@ views.table(["cards", "loads in all", "bytes over the busiest link", "against on
             "Nearly the same loads; what changes is how many links share them.")
 
 # %% tags=["reveal"]
-ratio = total[2] / total[1]
-said = "same" if 0.8 < ratio < 1.25 else "half" if ratio < 0.8 else "double"
+more = total[2] / total[1]
+said = "same" if 0.8 < more < 1.25 else "half" if more < 0.8 else "double"
 lesson.reveal("pools", said, one=total[1], two=total[2], three=total[3])
 
 # %% [markdown]
@@ -88,9 +88,9 @@ rows = [(d, str(items), int(loads[0][items].sum())) for d, items in enumerate(pa
 views.table(["device", "experts", "load"], rows, "One pass over the sorted loads.")
 
 # %% tags=["reveal"]
-imbalance = packed.imbalance()
-said = "close" if imbalance < 1.1 else "tenths" if imbalance < 1.5 else "much"
-lesson.reveal("packing", said, imbalance=f"{imbalance:.2f}", before=f"{by_number.imbalance():.2f}")
+after = packed.imbalance()
+said = "close" if after < 1.1 else "tenths" if after < 1.5 else "much"
+lesson.reveal("packing", said, imbalance=f"{after:.2f}", before=f"{by_number.imbalance():.2f}")
 
 # %% [markdown]
 # ## 3 · Replicas · 7 min
@@ -125,7 +125,7 @@ views.table(["places", "imbalance", "most copies of one expert", "memory"], rows
             "Replicas buy what packing cannot, and pay with memory.")
 
 # %% tags=["reveal"]
-without, twice = (place(e["loads"], 12, n).imbalance() for n in (12, 24))
+without, twice = (place(state.EPLB["loads"], 12, n).imbalance() for n in (12, 24))
 said = "near" if twice < 1.2 else "half" if twice < 1.6 else "none"
 lesson.reveal("replicas", said, twice=f"{twice:.2f}", without=f"{without:.2f}")
 
@@ -156,14 +156,14 @@ ways = {"by number": lambda d: state.in_order(of(d), 4), "by all texts": lambda 
         "all texts, 4 replicas": lambda d: place(of(), 4, 12),
         "own, 4 replicas": lambda d: place(of(d), 4, 12),
         "own, 8 replicas": lambda d: place(of(d), 4, 16)}
-rows = {how: [made(d).imbalance(of(d)) for d in names] for how, made in ways.items()}
-alt = "; ".join(f"{how}: {np.mean(row):.2f} on average" for how, row in rows.items())
+uneven = {how: [made(d).imbalance(of(d)) for d in names] for how, made in ways.items()}
+alt = "; ".join(f"{how}: {np.mean(row):.2f} on average" for how, row in uneven.items())
 said = "Averaged loads do not help one kind of text; its own loads do, and replicas do more."
 axis = "load of the busiest device over the mean"
-views.heat_picture(rows, said, alt, axis, 2.0, columns=names, form=".2f")
+views.heat_picture(uneven, said, alt, axis, 2.0, columns=names, form=".2f")
 
 # %% tags=["reveal"]
-a, b, own = (np.mean(rows[how]) for how in ("by number", "by all texts", "by its own loads"))
+a, b, own = (np.mean(uneven[how]) for how in ("by number", "by all texts", "by its own loads"))
 said = "same" if abs(b / a - 1) < 0.08 else "better"
 lesson.reveal("whose", said, number=f"{a:.2f}", all=f"{b:.2f}", own=f"{own:.2f}")
 
@@ -198,8 +198,8 @@ views.table(["text", "by number", "by load", "4 replicas", "8 replicas"], rows,
             "A copy at home saves the journey: with all experts twice, half of the visits are gone.")
 
 # %% tags=["reveal"]
-of = state.loads("english")
-measured, twice = (state.crossings(place(of, 4, places), "english") for places in (8, 16))
+english = state.loads("english")
+measured, twice = (state.crossings(place(english, 4, places), "english") for places in (8, 16))
 lesson.reveal("cross", round(2 * measured) / 2, exact=f"{measured:.2f}", twice=f"{twice:.2f}")
 
 # %% [markdown]
@@ -213,13 +213,13 @@ lesson.reveal("cross", round(2 * measured) / 2, exact=f"{measured:.2f}", twice=f
 lesson.predict("limit")
 
 # %%
-rows, ratio = [], {}
+rows, longer_by = [], {}
 for name, trace in (("Mixtral-8x7B", "tiny-mixtral"), ("LLaMA-MoE-v1-3.5B", "tiny-deepseek")):
     placed, c = place(state.loads(name=trace), 4), state.costs(name, "a100")
     visits = state.crossings(placed, name=trace)
     for n in (4, 64, 1024, 4096):
         compute, link = state.layer_ns(c, n, 4, visits, placed.imbalance())
-        ratio[name] = link / compute
+        longer_by[name] = link / compute
         rows.append((name, n, f"{visits:.2f}", f"{compute / 1e6:.3f}", f"{link / 1e6:.3f}",
                      f"{link / compute:.2f}"))
 heads = ["model", "tokens", "visits per token", "computing, ms", "link, ms", "link / computing"]
@@ -227,9 +227,9 @@ views.table(heads, rows,
             "Four A100 behind PCIe 4, f16, all experts resident. Bytes do not shrink with the experts.")
 
 # %% tags=["reveal"]
-over = [name for name, r in ratio.items() if r > 1]
+over = [name for name, r in longer_by.items() if r > 1]
 said = "both" if len(over) == 2 else "none" if not over else "small" if "LLaMA" in over[0] else "large"
-large, small = (f"{r:.2f}" for r in ratio.values())
+large, small = (f"{r:.2f}" for r in longer_by.values())
 lesson.reveal("limit", said, large=large, small=small)
 
 # %% [markdown]
