@@ -51,7 +51,7 @@ def _times(name: str, shape: str, slots: int) -> Table:
             add("predicted", f"{predictor.name}, {named} named", forecast=forecast_of(predictor, seen, top(named)))
         add("plec", f"{predictor.name}, {k} named", forecast=forecast_of(predictor, seen, top(k)))
     add("static", "misses computed on the host", hot=counts, host_below="auto")
-    table.notes.append("Gap closed: from LRU on demand (0 %) to perfect prefetching with Belady's eviction (100 %). Below 0 %: slower than LRU.")
+    table.notes.append("Gap closed: from LRU on demand (0 %) to perfect forecasts with Belady's eviction (100 %). Below 0 %: slower.")
     return table
 
 
