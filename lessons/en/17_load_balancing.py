@@ -18,8 +18,6 @@
 # apart, and estimate what a capacity factor drops. Each section needs only the cell below.
 
 # %% tags=["setup"]
-import inspect
-
 import numpy as np
 
 from workbench import lessons, moe, views, widgets
@@ -36,7 +34,8 @@ state, balance = lesson.state, moe.balance
 # %%
 loads = {"even": [16] * 8, "one busy": [44] + [12] * 7, "one idle": [18] * 6 + [20, 0],
          "two of eight": [64, 64] + [0] * 6, "one of eight": [128] + [0] * 7}
-rows = [(name, *(f"{f(c):.2f}" for f in (balance.load_entropy, balance.variation, balance.max_violation)),
+measures = balance.load_entropy, balance.variation, balance.max_violation
+rows = [(name, *(f"{f(c) + 0.0:.2f}" for f in measures),
          f"{balance.dropped_fraction(c, 20):.0%}") for name, c in loads.items()]
 views.table(["load", "entropy", "variation", "MaxVio", "dropped at 1.25"], rows,
             "An idle expert hardly shows in MaxVio, a busy one hardly in the entropy: read both.")
@@ -92,11 +91,17 @@ views.table(["seed", "MaxVio", "least loaded, of its share", "entropy"], rows,
 #
 # ## 3 · What the loss sees · 7 min
 #
-# Switch's remedy is one more term in the loss: E · Σ fₑ · Pₑ. fₑ is expert e's share of the choices, Pₑ its mean probability. Here is
-# ours, as nodes:
+# Switch's remedy is one more term in the loss: E · Σ fₑ · Pₑ. fₑ is expert e's share of the choices, Pₑ its mean probability. For logits drawn at
+# random, with a liking for expert 1, by hand and by the graph:
 
 # %%
-print(inspect.getsource(balance.load_balancing_loss).split('"""')[2])
+logits = np.random.default_rng(17).standard_normal((64, 8)) + 0.5 * (np.arange(8) == 1)
+run = state.losses_of(logits)
+f, p = run.counts / run.counts.sum(), run.probs.mean(0)
+views.Stack(views.table(["expert", *map(str, range(8))], [
+    ("share of choices, f", *(f"{v:.2f}" for v in f)), ("mean probability, P", *(f"{v:.2f}" for v in p)),
+    ("8 · f · P", *(f"{v:.2f}" for v in 8 * f * p))], "Many tokens and a high probability cost most."),
+    views.side_by_side([("sum of the last row", (8 * f * p).sum(), run.balance)], ("by hand", "graph")))
 
 # %% [markdown]
 # It is 1 where all is even, 8 where one expert of eight gets everything with certainty. Now a router that is new and knows nothing: *all logits
@@ -233,7 +238,7 @@ lesson.reveal("bias", "choice", weight=f"{p[3]:.2f}")
 # %%
 model = state.trained("selection bias", seed=3)
 views.Stack(views.table(["expert", *map(str, range(8))], [
-    ("bias", *(f"{b:+.1f}" for b in model.selection_bias))], "Up for those the router likes too little."),
+    ("bias", *(f"{b:+.1f}" for b in np.round(model.selection_bias, 1) + 0.0))], "Up for the unpopular."),
     views.table(["published", "MaxVio: loss", "bias", "perplexity: loss", "bias"], [
         ("1B parameters, 100B tokens", "0.72", "0.04", "9.56", "9.50"),
         ("3B parameters, 200B tokens", "0.52", "0.04", "7.97", "7.92"),
@@ -267,8 +272,8 @@ lesson.reveal("dropping", max(worse, key=worse.get), english=f"{worse['English']
               dropped=f"{costs['English', 1.25][1]:.0%}", mixed=f"{costs['six kinds', 1.25][1]:.0%}")
 
 # %% [markdown]
-# So a capacity that is harmless in a training batch is not harmless for one reader's text. That is why models that were trained with dropping still run
-# without it: llama.cpp knows no capacity.
+# So a capacity that is harmless in a training batch is not harmless for one reader's text. Models that were trained
+# with dropping are run without it: llama.cpp knows no capacity.
 #
 # ## 7 · A real ablation · 4 min
 #

@@ -219,7 +219,7 @@ for name, m in models.items():
         flat = state.similarity(units.reshape(len(units), -1))
         flats.append(flat)
         rows.append((name, layer, f"{flat:.3f}", f"{state.matched(units):.2f}",
-                     f"{state.by_chance(units):.2f}", f"{answers[name, layer]:.2f}"))
+                     f"{state.by_chance(units[:4]):.2f}", f"{answers[name, layer]:.2f}"))
 views.table(["model", "layer", "weights", "units, matched", "by chance", "answers"], rows,
             "Mean cosine between two experts of a layer, by weights and by what they answer.")
 

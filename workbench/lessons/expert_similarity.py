@@ -51,9 +51,9 @@ def matched_cosine(units: np.ndarray) -> float:
 
     The order of hidden units means nothing, so weights in equal places say little about what two experts do.
     """
-    unit = units / np.linalg.norm(units, axis=-1, keepdims=True)
-    best = [(unit[i] @ unit[j].T).max(1).mean() for i in range(len(unit)) for j in range(len(unit)) if i != j]
-    return float(np.mean(best))
+    unit = (units / np.linalg.norm(units, axis=-1, keepdims=True)).astype(np.float32)
+    pairs = (unit[i] @ unit[j].T for i in range(len(unit)) for j in range(i))
+    return float(np.mean([pair.max(axis).mean() for pair in pairs for axis in (0, 1)]))
 
 
 def by_chance(units: np.ndarray, seed: int = 0) -> float:
