@@ -39,7 +39,7 @@ views.table(["", own.model.name or MODEL], own.facts(),
             "Most bytes are experts; a token reads a part of them.")
 
 # %% [markdown]
-# A file of the wrong kind is told so, and nothing is left open:
+# A path that leads nowhere, a file of another kind, a model without experts: each is refused in a sentence, and nothing is left open.
 
 # %%
 from workbench.errors import WorkbenchError
@@ -155,7 +155,7 @@ lesson.reveal("recall", "half" if gate < 0.6 else "three quarters" if gate < 0.8
 # the article's nine. It gives them as 1 to 9 per token. Which of them happens in an order that the article does not have?
 
 # %%
-widgets.Stepper(own.way, "Forecasts, loads and routers of different layers interleave.")
+widgets.Stepper(own.way, "Forecasts, loads and routers of different layers interleave.", k=7)
 
 # %%
 steps = own.way["steps"]
@@ -223,7 +223,7 @@ lesson.predict("prefetch")
 # %%
 runs = own.ledgers(own.shares[1])
 assert all(sum(run.ledger.values()) == run.ns for run in runs.values())
-views.ledger_picture(runs, "Loads dominate; experts computed on the CPU are not waited for.")
+views.ledger_picture(runs, "Waiting dominates, for loads or for the CPU; least where both share it.")
 
 # %%
 views.ledger_table(runs, f"{runs['LRU, on demand'].costs.name}, slots for half of the experts.")
@@ -239,8 +239,8 @@ lesson.reveal("prefetch", "slower" if gate > lru * 1.02 else "faster" if gate < 
 
 # %% [markdown]
 # Plainly: with this card and these sizes prediction does not pay; with every guess right it would win a few percent. An expert takes 14 ms over the link and 0.4
-# ms to compute, so the link is never idle: whatever is fetched early delays what is needed now. What pays is not to move: beside it, the same with a quarter of
-# the experts.
+# ms to compute, so the link is never idle: whatever is fetched early delays what is needed now. What pays is not to move them at all. The same with a
+# quarter of the experts in slots, beside it:
 
 # %%
 rows = []
