@@ -214,14 +214,15 @@ def both(arrivals, timeout, until, n_expert):
     return out
 
 # %%
-listed, ours = both([(25, 0), (30, 0)], 20, 60, 1)
+by_trigger, by_oldest = both([(25, 0), (30, 0)], 20, 60, 1)
 rows = [(name, "; ".join(f"{at} ms: {len(batch)} tokens" for at, batch in found)) for name, found in
-        (("as listed", listed), ("from the oldest token", ours))]
+        (("as listed", by_trigger), ("from the oldest token", by_oldest))]
 views.table(["timeout counts", "batches"], rows,
             "After a quiet time the listed timeout is over before anybody waits.")
 
 # %% tags=["reveal"]
-lesson.reveal("listing", len(listed[0][1]), first=listed[0][0], ours=ours[0][0], both=len(ours[0][1]))
+lesson.reveal("listing", len(by_trigger[0][1]), first=by_trigger[0][0], ours=by_oldest[0][0],
+              both=len(by_oldest[0][1]))
 
 # %% [markdown]
 # And it returns the *first* expired queue. Eight experts, each gets a token every millisecond, timeout 3 ms. Which experts are served in
