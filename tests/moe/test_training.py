@@ -117,6 +117,35 @@ def test_mistakes_are_explained():
         trained("none", 0, 1).test(routes="best")
 
 
+NONSENSE = {
+    "clusters": lambda: ClusterTask(0), "width": lambda: ClusterTask(4, 0), "common": lambda: ClusterTask(common=2.0),
+    "less than nothing in common": lambda: ClusterTask(common=-0.1), "spread": lambda: ClusterTask(spread=float("nan")),
+    "hidden": lambda: ClusterModel(ClusterTask(), TOP1, 0), "tokens": lambda: ClusterModel(ClusterTask(), TOP1, n_tokens=0),
+    "shared": lambda: ClusterModel(ClusterTask(), TOP1, shared=-1), "factor": lambda: Remedy(aux=-1.0), "no number": lambda: Remedy(z=float("nan")),
+    "test of nothing": lambda: trained("none", 0, 1).test(0), "report before training": lambda: report(ClusterModel(ClusterTask(), TOP1)),
+    "report without a router": lambda: report(ClusterModel(ClusterTask(), None).train(1)), "load of no steps": lambda: trained("none", 0, 1).load(0),
+    "specialisation of nothing": lambda: specialisation(np.array([], int), np.array([], int)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", NONSENSE)
+def test_nonsense_is_refused(what):
+    with pytest.raises(ParameterError):
+        NONSENSE[what]()
+
+
+def test_one_cluster_leaves_nothing_to_specialise_in():
+    assert specialisation(np.zeros(4, int), np.array([0, 1, 0, 1])) == 0
+
+
+@pytest.mark.parametrize("router", [Router(1, 1, normalise=False), Router(4, 4), Router(4, 1, normalise=False, capacity_factor=0.0)], ids=repr)
+def test_the_ends_of_a_router_can_be_trained_and_reported(router):
+    numbers = report(ClusterModel(ClusterTask(4, 8), router, 8, n_tokens=32).train(3))
+    assert all(np.isfinite(v) for v in numbers.values())
+    if router.n_used == router.n_expert:
+        assert numbers["entropy"] == 1 and numbers["max violation"] == 0
+
+
 def test_recorded_runs_say_what_the_lessons_say():
     """In at least 4 of 5 seeds: uneven without a remedy, even with the loss or the bias."""
     runs = RECORDED["balance"]

@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 
 from workbench.cgraph import build, statistics
-from workbench.errors import ParameterError
+from workbench.errors import ParameterError, shown
 from workbench.execution import AdamW, GraphRunner, Trainer, new_parameter
 from workbench.moe import balance
 from workbench.moe.layers import ExpertWeights, FeedForward, build_experts, build_ffn
-from workbench.moe.routers import Router, Routing, build_router
+from workbench.moe.routers import Router, Routing, build_router, is_number, is_whole
 from workbench.tensors import Context, Flag, Tensor, ops
 
 
@@ -35,6 +35,11 @@ class ClusterTask:
     spread: float = 5.0
     common: float = 0.0
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        _require_counts(n_clusters=self.n_clusters, width=self.width)
+        if not (is_number(self.spread) and is_number(self.common) and 0 <= self.common <= 1):
+            raise ParameterError(f"spread={shown(self.spread)}, common={shown(self.common)}", "a number, and a share from 0 to 1")
 
     @cached_property
     def _made(self) -> tuple[np.ndarray, np.ndarray]:
@@ -58,6 +63,10 @@ class Remedy:
     aux: float = 0.0
     z: float = 0.0
     bias: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not all(is_number(x) and x >= 0 for x in (self.aux, self.z, self.bias)):
+            raise ParameterError(f"{self}", "numbers, 0 or more")
 
 
 REMEDIES = {"none": Remedy(), "load-balancing loss": Remedy(aux=0.2), "z-loss": Remedy(z=1e-3), "selection bias": Remedy(bias=0.01)}
@@ -87,6 +96,7 @@ class ClusterModel:
                  seed: int = 0, n_tokens: int = 256, rate: float = 3e-3) -> None:  # fmt: skip
         if router is None and (remedy != Remedy() or shared):
             raise ParameterError(f"{remedy} and shared={shared} without a router", "a router, or a dense network without either")
+        _require_counts(hidden=hidden, n_tokens=n_tokens, shared=shared or 1)
         self.task, self.router, self.remedy, self.n_tokens = task, router, remedy, n_tokens
         self.losses, self.counts = list[float](), list[np.ndarray]()
         self._batches, rng, d = np.random.default_rng([seed, 2]), np.random.default_rng([seed, 3]), task.width
@@ -149,7 +159,9 @@ class ClusterModel:
         return np.zeros(self.router.n_expert if self.router else 1, np.float32) if self._bias is None else self._bias.numpy().copy()
 
     def load(self, last: int = 50) -> np.ndarray:
-        """Choices per expert over the last steps."""
+        """Choices per expert over the last steps. Raises ParameterError before the first one, and without a router."""
+        if not self.counts or last < 1:
+            raise ParameterError(f"the last {last} of {len(self.counts)} steps with a router", "1 or more: train first")
         return np.sum(self.counts[-last:], axis=0)
 
     def flops_per_token(self) -> float:
@@ -167,6 +179,7 @@ class ClusterModel:
         """
         if routes not in ("chosen", "random") or routes == "random" and self.router is None:
             raise ParameterError(f"routes={routes!r}", '"chosen", or "random" where there is a router')
+        _require_counts(n=n)
         rng = np.random.default_rng([seed, 4])
         x, y, clusters = self.task.batch(rng, n)
         context = Context(2**20, no_alloc=True, name="test")
@@ -200,12 +213,23 @@ def report(model: ClusterModel) -> dict[str, float]:
 
 
 def specialisation(clusters: np.ndarray, experts: np.ndarray) -> float:
-    """What a token's first expert says about its cluster: mutual information over the entropy of the clusters, from 0 to 1."""
+    """What a token's first expert says about its cluster: mutual information over the entropy of the clusters, from 0 to 1.
+
+    With a single cluster there is nothing to say: 0.
+    """
+    _require_counts(tokens=len(clusters))
     table = np.zeros((clusters.max() + 1, experts.max() + 1))
     np.add.at(table, (clusters, experts.reshape(len(clusters), -1)[:, 0]), 1 / len(clusters))
     a, b = table.sum(1, keepdims=True), table.sum(0, keepdims=True)
     known = table[table > 0] * np.log(table[table > 0] / (a * b)[table > 0])
-    return float(known.sum() / -(a[a > 0] * np.log(a[a > 0])).sum())
+    whole = float(-(a[a > 0] * np.log(a[a > 0])).sum())
+    return float(known.sum()) / whole if (a > 0).sum() > 1 else 0.0
+
+
+def _require_counts(**counts: int) -> None:
+    for name, n in counts.items():
+        if not is_whole(n) or n < 1:
+            raise ParameterError(f"{name}={shown(n)}", "a whole number, 1 or more")
 
 
 def equal_hidden(model: ClusterModel) -> int:
