@@ -9,8 +9,9 @@ from workbench.lessons import open_lesson
 from workbench.lessons.balance_states import REMEDIES, TOP1
 from workbench.lessons.expert_similarity import by_chance, every_answer, hidden_units, matched_cosine, mean_cosine
 from workbench.lessons.replaced_routes import losses_with_routes
-from workbench.moe import balance
+from workbench.moe import ExpertWeights, balance
 from workbench.moe.training import ClusterModel, ClusterTask
+from workbench.tensors import Context
 
 
 @pytest.fixture(scope="module")
@@ -138,6 +139,22 @@ def test_every_answer_is_that_of_the_routed_layer(shared):
     run, answers = shared.form(), every_answer(shared.hidden[4], shared.model.experts(4))
     t = np.arange(len(run.out))[:, None]
     np.testing.assert_allclose((answers[run.experts, t] * run.weights[..., None]).sum(1), run.routed, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("vectors", [np.ones((1, 2, 3)), np.ones((2, 0, 3)), np.ones((0, 2, 3))], ids=lambda v: str(v.shape))
+def test_similarity_needs_two_experts_and_something_to_compare(vectors):
+    for measure in (mean_cosine, matched_cosine):
+        with pytest.raises(ShapeError):
+            measure(vectors)
+
+
+def test_experts_of_two_matrices_and_of_zeros_have_a_similarity():
+    rng = np.random.default_rng(0)
+    with Context() as ctx:
+        up, down = (ctx.from_numpy(rng.standard_normal(s).astype("f4")) for s in ((3, 5, 4), (3, 4, 5)))
+        units = hidden_units(ExpertWeights(None, up, down, activation="relu"))
+    assert units.shape == (3, 5, 8) and np.isfinite(matched_cosine(units))
+    assert matched_cosine(np.zeros((2, 3, 4))) == mean_cosine(np.zeros((2, 3, 4))) == 0
 
 
 def test_similarity_by_hand():

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from workbench.cgraph import build
@@ -31,8 +29,8 @@ def every_answer(rows: np.ndarray, experts: ExpertWeights) -> np.ndarray:
 def mean_cosine(vectors: np.ndarray) -> float:
     """[E, …, D]: the cosine between two different experts, averaged over all pairs (and rows). 1: the same, 0: nothing in common."""
     n = len(vectors)
-    if n < 2:
-        raise ShapeError(f"{n} expert", "two or more")
+    if n < 2 or not vectors.size:
+        raise ShapeError(f"{n} experts, {vectors.size} numbers", "two experts or more, and something to compare")
     unit = vectors.reshape(n, -1, vectors.shape[-1]).astype(np.float64)
     unit = unit / np.maximum(np.linalg.norm(unit, axis=-1, keepdims=True), 1e-30)
     pairs = np.einsum("itd,jtd->ij", unit, unit) / unit.shape[1]
@@ -40,9 +38,9 @@ def mean_cosine(vectors: np.ndarray) -> float:
 
 
 def hidden_units(experts: ExpertWeights) -> np.ndarray:
-    """The weights of each hidden unit, [E, F, 3 D]: its rows of gate and up, and its column of down."""
-    gate: Any = experts.gate
-    parts = (gate.numpy(), experts.up.numpy(), experts.down.numpy().swapaxes(1, 2))
+    """The weights of each hidden unit, [E, F, 3 D]: its rows of gate (2 D where there is none) and up, and its column of down."""
+    gate = () if experts.gate is None else (experts.gate.numpy(),)
+    parts = (*gate, experts.up.numpy(), experts.down.numpy().swapaxes(1, 2))
     return np.concatenate([p.astype(np.float64) for p in parts], axis=-1)
 
 
@@ -51,7 +49,9 @@ def matched_cosine(units: np.ndarray) -> float:
 
     The order of hidden units means nothing, so weights in equal places say little about what two experts do.
     """
-    unit = (units / np.linalg.norm(units, axis=-1, keepdims=True)).astype(np.float32)
+    if len(units) < 2 or not units.size:
+        raise ShapeError(f"{len(units)} experts, {units.size} numbers", "two experts or more, and something to compare")
+    unit = (units / np.maximum(np.linalg.norm(units, axis=-1, keepdims=True), 1e-30)).astype(np.float32)
     pairs = (unit[i] @ unit[j].T for i in range(len(unit)) for j in range(i))
     return float(np.mean([pair.max(axis).mean() for pair in pairs for axis in (0, 1)]))
 
