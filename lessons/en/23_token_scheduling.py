@@ -286,8 +286,8 @@ of = {"nobody waits": LATENCY, "for ever": Limits(32, FOREVER), "THROUGHPUT": TH
 curves = {name: (n_of, [state.served(limits, n).throughput for n in n_of]) for name, limits in of.items()}
 last = ", ".join(f"{name} {y[-1]:.1f}" for name, (_, y) in curves.items())
 views.line_picture({"Mixtral-8x7B, RTX 3090, PCIe 4": curves},
-                   "More requests help, however one waits; waiting for ever gives a quarter of it back.",
-                   f"Tokens per second over requests, 1 to 32; at 32: {last}", "requests", "tokens/s")
+                   "Company brings throughput; with 32 requests, waiting for ever costs a quarter of it.",
+                   f"Tokens per second over requests; at 32: {last}", "requests", "tokens/s", n_of)
 
 # %% [markdown]
 # Why? While nobody waits, the oldest token goes first and all requests move through the layers in step: they meet at the same experts. Who
