@@ -32,23 +32,24 @@ function measured(node) {
 }
 // ---- the graph in layers: only the layer at hand is open
 function layers(trace, model, pick) {
-  const {graph} = trace, {tensors} = graph.data, looks = new Map(), home = new Map(), bars = new Map();
+  const {graph} = trace, {tensors} = graph.data, home = new Map(), kept = new Map();
   graph.blocks.forEach((b, k) => {
     for (const [i] of b.boxes) home.set(i, k);
     for (const chips of Object.values(b.chips)) for (const c of chips) if (!home.has(c)) home.set(c, k);
   });
   const canvas = h('div', {className: 'wb-scroll wb-layers', tabIndex: 0, role: 'region', 'aria-label': `${trace.title}: the graph, top to bottom`});
-  let made = null, key = '', view = null, scale = 0, badges = new Map(), marked = [];
+  let made = null, key = '', view = null, scale = 0, looks = new Map(), bars = new Map(), badges = new Map(), marked = [];
   const box = measured(canvas);
   const zoom = to => { scale = Math.max(0.15, Math.min(2, to)); size(); };
-  const size = () => { if (view) { view.setAttribute('width', made.width * scale + 16); view.setAttribute('height', made.height * scale + 16); } };
+  const size = () => {
+    if (!view) return;
+    for (const [name, value] of Object.entries({viewBox: `-8 -8 ${made.width + 16 / scale} ${made.height + 16 / scale}`, width: made.width * scale + 16, height: made.height * scale + 16})) view.setAttribute(name, value);
+  };
   const fitting = () => Math.max(0.6, Math.min(1, ((canvas.clientWidth || 560) - 30) / made.width));
   const build = (s, opened) => {
     const shownAs = {...graph, data: {...graph.data, channels: {backend: {...graph.data.channels.backend, of: s.of.map(b => b < 0 ? trace.backends.length : b)}}}};
     made = scene(shownAs, opened, 'backend');
-    looks.clear();
-    bars.clear();
-    badges = new Map();
+    [looks, bars, badges] = [new Map(), new Map(), new Map()];
     for (const [i, nodes] of made.boxes) {
       looks.set(i, s.of[i]);
       const card = nodes[0].querySelector(':scope > .wb-card');
@@ -70,7 +71,15 @@ function layers(trace, model, pick) {
         if (!canvas.scrollLeft) canvas.scrollLeft = box.x = Math.max(0, (made.width * scale + 16 - canvas.clientWidth) / 2);
       });
     }
-    view = svg('svg', {'aria-hidden': 'true', viewBox: `-8 -8 ${made.width + 16 / scale} ${made.height + 16 / scale}`}, made.root);
+    view = svg('svg', {'aria-hidden': 'true'}, made.root);
+  };
+  const show = (s, opened) => {                      // every pass comes through the same layers: their pictures are kept, the last dozen
+    const name = opened.join();
+    if (kept.has(name)) ({made, view, looks, bars, badges} = kept.get(name));
+    else build(s, opened);
+    kept.delete(name);
+    kept.set(name, {made, view, looks, bars, badges});
+    if (kept.size > 12) kept.delete(kept.keys().next().value);
     size();
     canvas.replaceChildren(view);
   };
@@ -114,7 +123,7 @@ function layers(trace, model, pick) {
       const at = home.get(now), opened = [...new Set([...model.get('opened'), ...(at === undefined ? [] : [at])])].filter(b => graph.blocks[b]?.name).sort((a, b) => a - b);
       if (!made || at !== undefined || key === '' || key.split('|')[1] !== model.get('opened').join()) {
         const wanted = `${opened.join()}|${model.get('opened').join()}`;
-        if (wanted !== key) { key = wanted; build(s, opened); }
+        if (wanted !== key) { key = wanted; show(s, opened); }
       }
       recolour(s);
       for (const [node, kind] of marked) node.classList.remove(kind);
@@ -147,25 +156,29 @@ function stages(trace, pick) {
     h('table', {className: 'wb-table', 'aria-rowcount': rows.length + 1},
       h('colgroup', {}, h('col', {style: 'width:30%'}), ...columns.map(() => h('col', {})), h('col', {})),
       h('thead', {}, h('tr', {}, ...['node', ...columns.map(c => c[0]), 'split'].map(c => h('th', {scope: 'col', title: c}, c.replace('pass ', '').replace('by hand', 'usr'))))), body));
-  let last = null, top = 0;
-  const at = measured(box), cell = (s, other, t, i) => {
-    const mine = s.table[t]?.[i], theirs = other ? other.table(t, i) : undefined, differs = other && (mine === undefined || theirs === undefined ? mine !== theirs : !other.same(mine[0], theirs));
+  let last = null, top = 0, sight = '', keys = [];
+  const at = measured(box), facts = (t, i) => {      // of a cell: backend, cause, what the other run has if that differs
+    const {s, other} = last, mine = s.table[t]?.[i], theirs = other ? other.table(t, i) : undefined, differs = other && (mine === undefined || theirs === undefined ? mine !== theirs : !other.same(mine[0], theirs));
+    return [mine ?? null, differs ? (theirs === undefined ? '–' : other.code(theirs)) : null];
+  };
+  const cell = ([mine, apart]) => {
     const look = mine ? backendLook(trace, mine[0]) : null;
-    const td = h('td', {className: differs ? 'wb-differs' : '', title: mine ? `${look.name}: ${trace.causes[mine[1]]}` : ''},
-      mine ? h('span', {className: 'wb-key', style: `background:${look.fill};color:${look.ink}`}, look.code) : '');
-    if (differs) td.append(`≠${theirs === undefined ? '–' : other.code(theirs)}`);
-    return td;
+    return h('td', {className: apart !== null ? 'wb-differs' : '', title: mine ? `${look.name}: ${trace.causes[mine[1]]}` : ''},
+      mine ? h('span', {className: 'wb-key', style: `background:${look.fill};color:${look.ink}`}, look.code) : '', apart !== null ? `≠${apart}` : '');
   };
-  const splitCell = (s, other, t) => {
-    const mine = splitOf(trace, s, last.upTo, t), theirs = other ? other.split(t) : mine;
-    return h('td', {className: mine === theirs ? '' : 'wb-differs'}, mine === theirs ? mine : `${mine || '–'}≠${theirs || '–'}`);
+  const splitText = t => {
+    const mine = splitOf(trace, last.s, last.upTo, t), theirs = last.other ? last.other.split(t) : mine;
+    return mine === theirs ? mine : `${mine || '–'}≠${theirs || '–'}`;
   };
+  const row = ([t, i, current, cells, split]) => h('tr', {'aria-rowindex': i + 2, className: current ? 'wb-current' : '', onclick: () => pick(t), ...(current ? {'aria-current': 'true'} : {})},
+    h('td', {title: said(tensors[t])}, nameOf(trace, t)), ...cells.map(cell), h('td', {className: split.includes('≠') ? 'wb-differs' : ''}, split));
   const fill = () => {
-    const {s, now, other} = last, tall = at.h || 340, from = Math.max(0, Math.min(rows.length - 1, Math.floor(top / ROW) - 3)), to = Math.min(rows.length, from + Math.ceil(tall / ROW) + 6);
+    const {now} = last, tall = at.h || 340, from = Math.max(0, Math.min(rows.length - 1, Math.floor(top / ROW) - 3)), to = Math.min(rows.length, from + Math.ceil(tall / ROW) + 6);
     const filler = n => h('tr', {'aria-hidden': 'true'}, h('td', {colSpan: columns.length + 2, style: `height:${n * ROW}px;padding:0;border:0`}));
-    body.replaceChildren(...(from ? [filler(from)] : []), ...rows.slice(from, to).map((t, k) => h('tr', {'aria-rowindex': from + k + 2, className: t === now ? 'wb-current' : '', onclick: () => pick(t),
-      ...(t === now ? {'aria-current': 'true'} : {})}, h('td', {title: said(tensors[t])}, nameOf(trace, t)), ...columns.map(([, i]) => cell(s, other, t, i)), splitCell(s, other, t))),
-      ...(to < rows.length ? [filler(rows.length - to)] : []));
+    const lines = rows.slice(from, to).map((t, k) => [t, from + k, t === now, columns.map(([, i]) => facts(t, i)), splitText(t)]), wanted = lines.map(line => JSON.stringify(line));
+    if (sight === `${from} ${to}`) lines.forEach((line, k) => { if (keys[k] !== wanted[k]) body.children[k + (from ? 1 : 0)].replaceWith(row(line)); });   // only what differs is made anew
+    else body.replaceChildren(...(from ? [filler(from)] : []), ...lines.map(row), ...(to < rows.length ? [filler(rows.length - to)] : []));
+    [sight, keys] = [`${from} ${to}`, wanted];
   };
   box.addEventListener('scroll', () => { if (last && Math.abs(box.scrollTop - top) > ROW) { top = box.scrollTop; fill(); } });
   return {box, draw(s, now, other, upTo) {
