@@ -286,7 +286,7 @@ of = {"nobody waits": LATENCY, "for ever": Limits(32, FOREVER), "THROUGHPUT": TH
 curves = {name: (n_of, [state.served(limits, n).throughput for n in n_of]) for name, limits in of.items()}
 last = ", ".join(f"{name} {y[-1]:.1f}" for name, (_, y) in curves.items())
 views.line_picture({"Mixtral-8x7B, RTX 3090, PCIe 4": curves},
-                   "Company brings throughput; with 32 requests, waiting for ever costs a quarter of it.",
+                   "With 4 to 8 requests waiting for ever gains a little; with 32 it costs a quarter.",
                    f"Tokens per second over requests; at 32: {last}", "requests", "tokens/s", n_of)
 
 # %% [markdown]
