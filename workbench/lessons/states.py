@@ -17,6 +17,7 @@ from workbench.errors import ContextClosed
 from workbench.execution import GraphRunner
 from workbench.lessons.balance_states import Lesson17 as Lesson17
 from workbench.lessons.balance_states import Lesson18 as Lesson18
+from workbench.lessons.cache_states import Lesson22 as Lesson22
 from workbench.lessons.device_states import Lesson07 as Lesson07
 from workbench.lessons.devices_states import Lesson26 as Lesson26
 from workbench.lessons.expert_states import Lesson19 as Lesson19
@@ -29,6 +30,7 @@ from workbench.lessons.own_model_states import Lesson27 as Lesson27
 from workbench.lessons.pipeline_states import Lesson14 as Lesson14
 from workbench.lessons.placement_states import Lesson10 as Lesson10
 from workbench.lessons.placement_states import Lesson11 as Lesson11
+from workbench.lessons.prediction_states import Lesson21 as Lesson21
 from workbench.lessons.queue_states import Lesson23 as Lesson23
 from workbench.lessons.run_states import Lesson13 as Lesson13
 from workbench.lessons.schedule_states import Lesson08 as Lesson08
