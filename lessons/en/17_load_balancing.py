@@ -87,7 +87,7 @@ views.table(["seed", "MaxVio", "least loaded, of its share", "entropy"], rows,
 
 # %% [markdown]
 # "Collapse" in papers often means that one or two experts take all. That is the far end; with a task in which experts help, strong imbalance with
-# some starved experts is what one sees, here and in the tiny Mixtral (section 7).
+# some starved experts is what one sees here. Section 7 asks what a real model does.
 #
 # ## 3 · What the loss sees · 7 min
 #
