@@ -222,6 +222,8 @@ def test_two_runs_side_by_side(static):
     assert "3 of 6 nodes differ now" in page.locator(".wb-row").all_inner_texts()[2]
     cells = page.locator(".wb-stages td.wb-differs").all_inner_texts()
     assert "C≠G" in cells and "1≠2" in cells and view.errors == []
+    current = page.evaluate("""() => [...document.querySelectorAll('.wb-stages tr.wb-current td')].map(c => [c.classList.contains('wb-differs'), getComputedStyle(c).backgroundColor])""")
+    assert {c for d, c in current if d}.isdisjoint(c for d, c in current if not d) and {d for d, _ in current} == {True, False}    # marked in the current row, too
 
 
 def test_names_are_text(static):

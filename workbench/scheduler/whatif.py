@@ -84,7 +84,8 @@ class WhyNot(NamedTuple):
         cost += [f"{t.shifted} nodes on another backend"] if t.shifted else []
         cost += [f"{t.moved:,} bytes moved once"] if t.moved else []
         cost += ["a new border " + ", ".join(" | ".join(b) for b in t.new)] if t.new else []
-        return f"{head}: {n} {'takes' if n == 1 else 'take'} it away, the smallest: {t.change}. It gives {'; '.join(cost)}. Of the others {rest}."
+        ways = f"{n} {'takes' if n == 1 else 'take'} it away"
+        return f"{head}: {ways}, the smallest: {t.change}. It gives {'; '.join(cost)}. Of the others {rest}."
 
 
 def why_not(case: Case, border: int | str, most: int = 2000) -> WhyNot:
