@@ -101,7 +101,10 @@ def test_values_that_are_none(text):
     (["switch-base-8", "--slots", "4", "--predictor", "gate-1"], "--model"), (["switch-base-8", "--slots", "4", "--link", "-1"], "link of -1"),
     (["switch-base-8", "--slots", "4", "--sweep", "speed=2"], "speed=2"), (["switch-base-8", "--slots", "4", "--workers", "0"], "0 workers"),
     (["switch-base-8", "--slots", "4", "--csv", "no/such/place.csv"], "no folder"), (["switch-base-8", "--slots", "4", "--fetch", "9", "--predictor", "oracle"], "9 best"),
-    (["switch-base-8", "--slots", "4", "--plot", "."], "cannot be written")])
+    (["switch-base-8", "--slots", "4", "--plot", "."], "is a folder"), (["switch-base-8", "--slots", "4", "--plot", "a.jpg"], "ends in .png"),
+    (["switch-base-8", "--slots", "3..99999999999"], "more than 10,000 values"), (["switch-base-8", "--slots", "8..2"], "smaller to the larger"),
+    (["switch-base-8", "--slots", "4", "--fetch", "0", "--predictor", "oracle"], "--fetch 0"), (["switch-base-8", "--slots", "4", "--fetch", "2"], "without --predictor"),
+    (["switch-base-8", "--slots", "4", "--policy", "predicted"], "--predictor NAME")])
 def test_wrong_requests(argv, says, capsys):
     assert replay.main(argv) == 2
     err = capsys.readouterr().err

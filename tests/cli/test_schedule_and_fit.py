@@ -1,4 +1,4 @@
-"""`schedule` and `fit`: what the README shows is what they print; JSON; exit codes; sizes."""
+"""`schedule` and `fit` (and `run` and `replay`): what the README shows is what they print; JSON; exit codes; sizes."""
 
 import argparse
 import json
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.models.headers import qwen3
-from workbench.cli import COMMANDS, doctor, fit, schedule
+from workbench.cli import COMMANDS, doctor, fit, replay, run, schedule
 from workbench.cli.sizes import bytes_text, rate, size
 
 README = (Path(__file__).parents[2] / "README.md").read_text("utf-8")
@@ -21,12 +21,13 @@ def test_the_readme_shows_what_is_printed(command, printed, tmp_path, monkeypatc
     name, *argv = shlex.split(command)
     qwen3(tmp_path / "qwen3-30b-a3b-q4_K.gguf")
     monkeypatch.chdir(tmp_path)
-    assert {"schedule": schedule, "fit": fit}[name].main(argv) == 0
+    assert {"schedule": schedule, "fit": fit, "run": run, "replay": replay}[name].main(argv) == 0
     assert [line.rstrip() for line in capsys.readouterr().out.splitlines()] == printed.splitlines()
 
 
-def test_the_readme_shows_both():
-    assert [c.split()[0] for c, _ in SHOWN] == ["fit", "schedule"] and {"fit", "schedule"} <= COMMANDS.keys()
+def test_the_readme_shows_all_four():
+    names = [c.split()[0] for c, _ in SHOWN]
+    assert names == ["fit", "schedule", "run", "replay"] and set(names) <= COMMANDS.keys()
 
 
 def test_json_holds_the_same(capsys):

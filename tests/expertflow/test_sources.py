@@ -215,3 +215,13 @@ def test_weights_that_are_partly_unknown(tmp_path):
     trace.save(tmp_path / "w.npz")
     with pytest.raises(ShapeError, match="weight of nan at token 3"):
         load(tmp_path / "w.npz")
+
+
+def test_weights_that_are_all_nan_and_ids_beyond_32_bits_are_refused(tmp_path):
+    ids = np.array([[[0, 1]], [[1, 2]]])
+    np.savez(tmp_path / "nan.npz", experts=ids, weights=np.full(ids.shape, np.nan))
+    with pytest.raises(ShapeError, match="all NaN"):
+        load(tmp_path / "nan.npz")
+    np.save(tmp_path / "far.npy", ids + 2**32)
+    with pytest.raises(ShapeError, match="4294967298"):
+        load(tmp_path / "far.npy")

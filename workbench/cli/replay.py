@@ -18,9 +18,11 @@ if TYPE_CHECKING:
     from workbench.moe import RouteTrace
 
 HELP = "cache policies over a recorded trace of routes"
+MANY = 10_000
 SWEPT = ("policy", "slots", "scope", "residency", "batch", "link")
 UNFITTED = ("gate-", "oracle")
-EPILOG = """traces: tiny-mixtral, tiny-deepseek, switch-base-8, recorded; skewed-static, local-drifting, drawn, with settings if you like:
+EPILOG = """recorded traces: tiny-mixtral, tiny-deepseek, switch-base-8
+drawn traces: skewed-static, local-drifting, with settings if you like:
 local-drifting:tokens=2000,layers=8,experts=896,k=16,seed=0
 
 policies:
@@ -86,8 +88,15 @@ def _run(args: argparse.Namespace) -> int:
             raise ParameterError(f"--sweep {shown(setting)}", f"NAME=VALUES with one of {', '.join(SWEPT)}", "--sweep slots=2..8")
         choices[name] = text
     for path in filter(None, (args.csv, args.plot)):
-        if not path.parent.is_dir():
-            raise ParameterError(f"no folder {shown_path(path.parent)}", "a place to write to")
+        if not path.parent.is_dir() or path.is_dir():
+            what = f"{shown_path(path)} is a folder" if path.is_dir() else f"no folder {shown_path(path.parent)}"
+            raise ParameterError(what, "a file to write to, in a folder that is there")
+    if args.plot and args.plot.suffix.lower() != ".png":
+        raise ParameterError(f"--plot {shown_path(args.plot)}", "a name that ends in .png: that is what is written")
+    if args.fetch is not None and args.fetch < 1:
+        raise ParameterError(f"--fetch {args.fetch}", "1 expert or more; without --predictor nothing is fetched ahead")
+    if args.fetch is not None and not args.predictor:
+        raise ParameterError("--fetch without --predictor", "--predictor NAME", "it says which experts to fetch")
     if not choices["slots"]:
         raise ParameterError("no number of slots", "--slots N, such as --slots 4 or --slots 2..8")
     lists: dict[str, list[Any]] = {name: values(text, float if name == "link" else str if name in ("policy", "scope", "residency") else int)
@@ -100,6 +109,8 @@ def _run(args: argparse.Namespace) -> int:
     if args.expert_bytes:
         more["sizes"] = (args.expert_bytes,) * trace.n_layers
     todo = [{**job, **more} for job in sweep.jobs(**lists)]
+    if args.predictor and not any(lists["link"]):
+        notes.append("--link 0: nothing is fetched ahead; a forecast then only tells `predicted` and `plec` whom to keep")
     print(f"{source.name}: {trace.n_tokens:,} tokens, {trace.n_layers} layers, {trace.k} of {trace.n_expert} experts each")
     for note in (*source.notes, *notes):
         print(f"- {shown(note, 300)}")
@@ -119,13 +130,16 @@ def values(text: str, kind: type) -> list[Any]:
         try:
             if kind is int and 2 <= len(bounds) <= 3:
                 first, last, step = (*map(int, bounds), 1)[:3]
-                out += range(first, last + 1, step)
+                found: Sequence[Any] = range(first, last + 1, step)
             else:
-                out.append(kind(part.strip()))
+                found = [kind(part.strip())]
         except ValueError:
             raise ParameterError(f"the value {shown(part)!r}", "a number, several as in 2,4,6, or a range as in 2..8") from None
-    if not out:
-        raise ParameterError(f"the values {shown(text)!r}", "at least one")
+        if not found:
+            raise ParameterError(f"no value in {shown(part)!r}", "a range from the smaller to the larger, as in 2..8")
+        if isinstance(found, range) and found[-1] - found[0] > MANY * abs(found.step):
+            raise ParameterError(f"more than {MANY:,} values in {shown(part)!r}", "fewer", "a step, as in 2..32..6")
+        out += found
     return out
 
 

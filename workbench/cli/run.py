@@ -7,20 +7,27 @@ import sys
 from typing import TYPE_CHECKING
 
 from workbench.cli.sizes import bytes_text, columns, size
-from workbench.errors import WorkbenchError
+from workbench.errors import ParameterError, WorkbenchError
 
 if TYPE_CHECKING:
     from workbench.expertflow.offload import Offloaded
 
 
+FORECAST = ("predicted", "plec")
+"""Policies that do nothing of their own without a forecast."""
+
+
 def main(argv: list[str]) -> int:
-    """Run the command; 0 when it ended well or was interrupted, 1 where --verify found a difference, 2 for a wrong request."""
+    """Run the command; 0 when it ended well or was interrupted while it wrote, 1 where --verify found a difference, 2 for a wrong request,
+    130 when interrupted before or after that."""
     args = parser().parse_args(argv)
     try:
         return _run(args)
     except WorkbenchError as e:
         print(f"\nrun: {e}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        return 130
 
 
 def parser() -> argparse.ArgumentParser:
@@ -38,7 +45,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--policy", default="lru", help="who is evicted: lru, lfu, lfu_in_cache, lru_frequency, static, predicted, plec")
     p.add_argument("--predictor", choices=("none", "gate"), default="none",
                    help="gate: the routers of the next layers on the present hidden state choose what to prefetch")  # fmt: skip
-    p.add_argument("--window", type=int, default=1, metavar="LAYERS", help="how many layers the predictor looks ahead (default 1)")
+    p.add_argument("--window", type=int, metavar="LAYERS", help="how many layers the predictor looks ahead (default 1)")
     p.add_argument("--fetch", type=int, metavar="N", help="experts it names per token and layer (default: as many as are used)")
     p.add_argument("--scope", choices=("global", "layer"), default="global", help="whether layers share their slots (default global)")
     p.add_argument("--host-below", type=_host, default=0, metavar="TOKENS|auto",
@@ -67,8 +74,12 @@ def _run(args: argparse.Namespace) -> int:
     from workbench.expertflow.offload import expert_bytes, offload
     from workbench.models import Session, generate, load
 
+    if args.predictor == "none" and (args.policy in FORECAST or args.window is not None or args.fetch is not None):
+        asked = f"--policy {args.policy}" if args.policy in FORECAST else "--window" if args.window is not None else "--fetch"
+        raise ParameterError(f"{asked} without a predictor", "--predictor gate", "nothing would be predicted, and nothing fetched ahead")
+    window = 1 if args.window is None else args.window
     with load(args.model) as model:
-        forecast = Forecaster.of_gates(Gates.of(model), args.window, args.fetch) if args.predictor == "gate" else None
+        forecast = Forecaster.of_gates(Gates.of(model), window, args.fetch) if args.predictor == "gate" else None
         hot = np.zeros((len(model.hparams.moe_layers), model.hparams.n_expert)) if args.policy == "static" else None
         if hot is not None:
             with Session(model, recording=True) as sample:
@@ -94,11 +105,14 @@ def _run(args: argparse.Namespace) -> int:
 
 def _report(run: Offloaded, total: int, n_tokens: int) -> str:
     c, pool = run.counters, run.engine.pool
+    ahead = f"{bytes_text(c.speculative_bytes)}, {c.prefetched_hits:,} of them used, {c.late:,} late"
+    if run.engine.staging:
+        ahead = f"{bytes_text(c.speculative_bytes)} at the start, for the experts that the prompt uses most"
     rows = [
         ("expert slots", f"{sum(map(len, pool.classes.values()))}", f"{bytes_text(pool.nbytes)} of {bytes_text(total)}"),
         ("hits", f"{c.hits:,}", f"{c.hit_rate:.1%} of the experts wanted"),
         ("loads waited for", f"{c.loads:,}", bytes_text(c.demand_bytes)),
-        ("prefetches", f"{c.prefetches:,}", f"{bytes_text(c.speculative_bytes)}, {c.prefetched_hits:,} of them used, {c.late:,} late"),
+        ("prefetches", f"{c.prefetches:,}", ahead),
         ("dropped forecasts", f"{c.dropped:,}", ""), ("evictions", f"{c.evictions:,}", ""),
         ("computed on the host", f"{c.hosted:,}", ""), ("waves", f"{c.waves:,}", "where a batch needs more experts than there are slots"),
         ("waits for ids", f"{c.ids_waits:,}", f"over {n_tokens:,} tokens"),

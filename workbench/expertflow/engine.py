@@ -157,7 +157,12 @@ class ExpertEngine(Mover):
             if node is visit.products[-1] and visit.in_waves:
                 self._waves(route, target, visit)
                 at = i + 1
-        return [] if self._open is not None and self._open.in_waves else nodes[at:]
+        return [] if self.holding else nodes[at:]
+
+    @property
+    def holding(self) -> bool:
+        """Whether a layer that runs in waves has not come to its last product."""
+        return self._open is not None and self._open.in_waves
 
     def done(self, route: Route, target: Backend, split: Split) -> None:
         """After a layer's last product was asked for: its slots may be written again when that is done."""
@@ -317,7 +322,7 @@ class ExpertEngine(Mover):
         if visit.hosted:
             assert visit.twin is not None
             visit.twin.compute(visit.hosted)
-            visit.twin.write(target, visit.ids, visit.hosted)
+            visit.twin.write(target, visit.ids, visit.hosted, everything=route.eval_callback is not None)
             self._apply(target, (("hosted", visit.layer, e, "") for e in visit.hosted))
         visit.in_waves, self._open = False, None
 

@@ -50,7 +50,7 @@ class HostBlock:
     """The nodes of a layer's experts over host memory. block: the nodes on the device, first product to last."""
 
     def __init__(self, host: Backend, block: Sequence[Tensor]) -> None:
-        self.host, self.result = host, block[-1]
+        self.host, self.block = host, list(block)
         self._twins: dict[Tensor, Tensor] = {}
         self._inputs: list[tuple[Tensor, Tensor]] = []
         self._views: list[HostView] = []
@@ -99,15 +99,20 @@ class HostBlock:
         self.host.compute_async(self._part)
         self.host.synchronize()
 
-    def write(self, device: Backend, ids: np.ndarray, experts: Collection[int]) -> int:
-        """Ask for the finished rows to be written into the device's result; neighbours in one go. Returns their bytes."""
-        twin = self._twins[self.result]
-        row, memory = self.result.nb[1], twin.require_data().host_bytes()
-        places = np.flatnonzero(np.isin(ids.reshape(-1), list(experts)))
-        for run in np.split(places, np.flatnonzero(np.diff(places) > 1) + 1) if places.size else ():
-            start, stop = int(run[0]) * row, (int(run[-1]) + 1) * row
-            device.set_async(self.result, memory[start:stop].copy(), start)
-        return len(places) * row
+    def write(self, device: Backend, ids: np.ndarray, experts: Collection[int], everything: bool = False) -> int:
+        """Ask for the finished rows to be written into the device's result; neighbours in one go. Returns their bytes.
+
+        everything: for somebody who looks at what lies between, rows of all the block's nodes are written, not the last one's alone.
+        """
+        places, total = np.flatnonzero(np.isin(ids.reshape(-1), list(experts))), 0
+        for node in self.block if everything else self.block[-1:]:
+            twin = self._twins[node]
+            row, memory = node.nb[1], twin.require_data().host_bytes()[twin.offset :]
+            for run in np.split(places, np.flatnonzero(np.diff(places) > 1) + 1) if places.size else ():
+                start, stop = int(run[0]) * row, (int(run[-1]) + 1) * row
+                device.set_async(node, memory[start:stop].copy(), start)
+            total += len(places) * row
+        return total
 
 
 def host_ns(host: Any, weights: Sequence[Tensor], n_tokens: int) -> int:

@@ -213,7 +213,7 @@ def replay(trace: RouteTrace, policy: str = "lru", slots: int | Mapping[int, int
     rate_of(link)
     needs = policy_named(policy).needs
     if needs == "predictions" and forecast is None:
-        raise ParameterError(f"policy {policy} without predictions", "a forecast", "without one it would be lru")
+        raise ParameterError(f"policy {policy} without predictions", "a forecast", "`--predictor NAME`; without one it would be lru")
     forecast, link = forecast if needs == "predictions" else None, link if needs == "predictions" or policy == "oracle" else 0.0
     stream = Stream(trace, residency, batch)
     cache = cache_for(stream, policy, slots, scope, sizes=sizes, hot=hot)

@@ -49,6 +49,11 @@ class Engines(Mover):
         """By the engine of the target."""
         return self._of.get(id(target), self._others).compute(route, target, split)
 
+    @property
+    def holding(self) -> bool:
+        """Whether any engine keeps nodes back."""
+        return any(engine.holding for engine in self.engines)
+
     def done(self, route: Route, target: Backend, split: Split) -> None:
         """To the engine of the target."""
         self._of.get(id(target), self._others).done(route, target, split)

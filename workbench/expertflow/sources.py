@@ -140,6 +140,10 @@ def _trace(ids: Any, weights: Any, n_expert: Any, notes: list[str], **rows: Any)
         raise ShapeError(f"expert ids of shape {experts.shape}", "[tokens, layers, k]")
     if given is not None and given.shape != experts.shape:
         raise ShapeError(f"weights {given.shape} of expert ids {experts.shape}", "the same shape")
+    if given is not None and given.size and np.isnan(given).all():
+        raise ShapeError("weights that are all NaN", "numbers from 0 on, or none at all", "leave them out of the file if unknown")
+    if experts.size and experts.max() >= 2**31:
+        raise ShapeError(f"expert {experts.max()}", "ids below 2**31")
     if experts.size and experts.min() < 0:
         token, layer, _ = np.argwhere(experts < 0)[0]
         raise ShapeError(f"expert {experts.min()} at token {token}, layer {layer}", "ids from 0 on", "leave rows out that only pad")

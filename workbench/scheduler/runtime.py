@@ -52,6 +52,7 @@ class Runtime:
         self._parts: dict[Any, Part] = {}
         self._readers: dict[Tensor, int] = {}
         self._of: dict[Tensor, int] = {}
+        self._taken: list[Tensor] = []  # nodes that the transfer computed and the callback has not seen yet
 
     def prepare(self, a: Assignment, splitter: Splitter) -> None:
         """Get ready for another graph."""
@@ -118,6 +119,7 @@ class Runtime:
         if self.trace is not None:
             self.trace.add("run", self.backends[0].buffer_type.now, slot=self.slot)
         self.transfer.begin()
+        self._taken = []
         finished, previous = True, -1
         for split in splits:
             b = split.backend
@@ -173,12 +175,22 @@ class Runtime:
     def _compute(self, split: Split) -> bool:
         backend = self.backends[split.backend]
         nodes = self.hooks.compute(self, backend, split)
-        if split.nodes and not nodes:  # the transfer has asked for all of them
-            return True
         if self.eval_callback is None:
-            backend.compute_async(self.part((split.uid, len(nodes)), nodes))
+            if nodes or not split.nodes:  # else the transfer has asked for all of them
+                backend.compute_async(self.part((split.uid, len(nodes)), nodes))
             return True
+        if not self._show_taken(split.nodes[: len(split.nodes) - len(nodes)], backend, self.eval_callback):
+            return False
         return self._compute_observed(split, nodes, backend, self.eval_callback)
+
+    def _show_taken(self, taken: list[Tensor], backend: Backend, callback: EvalCallback) -> bool:
+        """Show nodes that the transfer computes itself, when they are whole: it may take several splits before it computes any."""
+        self._taken += taken
+        if not self._taken or self.hooks.holding:
+            return True
+        whole, self._taken = self._taken, []
+        backend.synchronize()
+        return all(not self._asked(callback, node, True) or self._asked(callback, node, False) for node in whole)
 
     def _compute_observed(self, split: Split, nodes: list[Tensor], backend: Backend, callback: EvalCallback) -> bool:
         """Compute up to each node that the callback wants, show it, and go on unless it says no (this split only)."""

@@ -38,6 +38,11 @@ class Route(Protocol):
         """Where calls are recorded."""
         ...
 
+    @property
+    def eval_callback(self) -> EvalCallback | None:
+        """Who looks at nodes, if anybody."""
+        ...
+
     def backend_of(self, tensor: Tensor) -> Backend:
         """The backend that computed or holds a tensor."""
         ...
@@ -82,6 +87,11 @@ class Mover:
     def compute(self, route: Route, target: Backend, split: Split) -> list[Tensor]:
         """All inputs are there. Returns the nodes that the runtime shall compute: those that the policy has not asked for itself."""
         return split.nodes
+
+    @property
+    def holding(self) -> bool:
+        """Whether nodes that `compute` kept back have not been asked for yet; a later split's `compute` will ask for them."""
+        return False
 
     def done(self, route: Route, target: Backend, split: Split) -> None:
         """Everything in the split was asked for."""
