@@ -108,7 +108,8 @@ def optimum_table(several: Iterable[Case], caption: str = "") -> Table:
         best = by_cut(problem) if len(problem.backends) <= 2 else by_states(problem)
         line = [n.backend for n in out.nodes if not n.is_view]
         changes = sum(a != b for a, b in zip(line, line[1:]))
-        rows.append((case.name, len(line), case.batch or None, out.copied, best.nbytes, ratio(out.copied, best.nbytes), changes, best.changes))
+        both = out.copied, best.nbytes
+        rows.append((case.name, len(line), case.batch or None, *both, ratio(*both), changes, best.changes))
     columns = ["case", "nodes", "batch", "passes, bytes", "fewest, bytes", "ratio", "passes, changes", "fewest, changes"]
     equal, worse = sum(r[3] == r[4] for r in rows), [r[3] / r[4] for r in rows if r[4]]
     said = f"In {equal} of {counted(len(rows), 'case')} the passes move as few bytes as possible"
