@@ -54,14 +54,14 @@ lesson.predict("goes")
 # Step through it: a lane is filled while its expert is in a slot. *n* jumps to the next eviction.
 
 # %%
-steps = views.cache_steps(events, [4], 8, tokens=words, most=64, title="Layer 4, LRU, 4 slots")
-when = [s["event"][:2] for s in steps["steps"]]
+reading = views.cache_steps(events, [4], 8, tokens=words, most=64, title="Layer 4, LRU, 4 slots")
+when = [s["event"][:2] for s in reading["steps"]]
 at_17 = when.index(["evict", 17])
-widgets.Stepper(steps, "After the first tokens every load costs somebody's slot.", k=at_17)
+widgets.Stepper(reading, "After the first tokens every load costs somebody's slot.", k=at_17)
 
 # %% tags=["reveal"]
-gone = steps["steps"][at_17]["event"][3]
-lesson.reveal("goes", gone, said=steps["steps"][at_17]["sentence"])
+answer = reading["steps"][at_17]
+lesson.reveal("goes", answer["event"][3], said=answer["sentence"])
 
 # %% [markdown]
 # All layers over 50 tokens. Deep layers of this model keep to few experts; the first ones change all the time.
@@ -132,13 +132,13 @@ views.hit_rate_picture(
 # At 2 slots all are equal: both must hold the present token's experts, and nobody has a choice. With 8 nothing would ever go.
 
 # %%
-needed = {p: by[p, 4].demand for p in ("lru", "lfu", "belady")}
-rows = [(f"loads under {p}", n, needed["belady"]) for p, n in needed.items()]
+loads = {p: by[p, 4].demand for p in ("lru", "lfu", "belady")}
+rows = [(f"loads under {p}", n, loads["belady"]) for p, n in loads.items()]
 views.side_by_side(rows, ("its own", "Belady's"),
                    "The ratio says which share of its loads a policy could not have avoided.")
 
 # %% tags=["reveal"]
-share = needed["belady"] / needed["lru"]
+share = loads["belady"] / loads["lru"]
 word = "two thirds" if 0.6 < share < 0.75 else "all" if share > 0.95 else "few"
 lesson.reveal("avoidable", word, share=f"{share:.0%}")
 
@@ -194,16 +194,16 @@ lesson.predict("hot")
 rows = []
 for kind, trace in state.drawn.items():
     late, hot = trace.select(slice(300, None)), trace.select(slice(300)).counts()
-    rates = [replay(late, p, 128, residency="one_by_one", hot=hot).hit_rate
-             for p in ("static", "lfu", "lru", "belady")]
-    rows.append((kind, *map(percent, rates)))
+    late_rates = [replay(late, p, 128, residency="one_by_one", hot=hot).hit_rate
+                  for p in ("static", "lfu", "lru", "belady")]
+    rows.append((kind, *map(percent, late_rates)))
 views.table(["", "static hot list", "LFU", "LRU", "Belady"], rows,
             "What wins on one trace loses on the other.")
 
 # %% tags=["reveal"]
-ratio = rates[0] / rates[2]
-word = "worse" if ratio < 0.9 else "better" if ratio > 1.1 else "same"
-lesson.reveal("hot", word, static=f"{rates[0]:.0%}", lru=f"{rates[2]:.0%}")
+hot_list, _, recent, _ = late_rates
+word = "worse" if hot_list < 0.9 * recent else "better" if hot_list > 1.1 * recent else "same"
+lesson.reveal("hot", word, static=f"{hot_list:.0%}", lru=f"{recent:.0%}")
 
 # %% [markdown]
 # ## 6 · Slots across layers · 7 min
@@ -220,14 +220,14 @@ lesson.predict("faster")
 # %%
 trace, path = state.path()
 how = {"policy": "predicted", "slots": 8, "scope": "global", "forecast": path}
-found = {link: replay(trace, **how, link=link) for link in (0.5, 1, 2)}
+first_come = {link: replay(trace, **how, link=link) for link in (0.5, 1, 2)}
 rows = [(link, percent(r.hit_rate), *(f"{h / a:.0%}" for h, a in zip(r.hits, r.accesses)), r.dropped)
-        for link, r in found.items()]
+        for link, r in first_come.items()]
 views.table(["link", "hits", *(f"layer {i}" for i in range(6)), "dropped"], rows,
             "A fast link fills the pool for the first layers; the last ones come too early.")
 
 # %% tags=["reveal"]
-slow, fast = found[1].hit_rate, found[2].hit_rate
+slow, fast = first_come[1].hit_rate, first_come[2].hit_rate
 word = "falls" if fast < slow - 0.02 else "rises" if fast > slow + 0.02 else "same"
 lesson.reveal("faster", word, fast=percent(fast))
 
@@ -248,8 +248,8 @@ steps = views.cache_steps(decisions, [1, 2], 5, title="The paper's example")
 widgets.Stepper(steps, "What is not wanted goes first, what is missing is loaded first.", k=7)
 
 # %% tags=["reveal"]
-ahead = [e for e in decisions[:4] if e[4] == "predicted"]
-given = [sum(layer == of for _, _, of, _, _ in ahead) for layer in (0, 1)]
+fetched = [e for e in decisions[:4] if e[4] == "predicted"]
+given = [sum(layer == of for _, _, of, _, _ in fetched) for layer in (0, 1)]
 lesson.reveal("allotment", f"{given[0]}:{given[1]}")
 
 # %% [markdown]
@@ -288,10 +288,10 @@ views.table(["", "hit rate", "waited for", "ahead", "of these unused", "loads in
             "Each guess that is wrong is a load, and throws somebody out.")
 
 # %% tags=["reveal"]
-lru, gate = paid["LRU"], paid["next gate, 2 fetched"]
-ratio = sum(gate.loads) / sum(lru.loads)
+plain, ahead = paid["LRU"], paid["next gate, 2 fetched"]
+ratio = sum(ahead.loads) / sum(plain.loads)
 word = "more" if ratio > 1.1 else "fewer" if ratio < 0.9 else "same"
-lesson.reveal("bytes", word, ratio=f"{ratio:.2f}", waited=gate.demand, before=lru.demand)
+lesson.reveal("bytes", word, ratio=f"{ratio:.2f}", waited=ahead.demand, before=plain.demand)
 
 # %% [markdown]
 # Two lines deserve a second look. Fetching the most *frequent* experts is a forecast, too, and with it the hit rate **falls** below LRU's while the
@@ -412,8 +412,8 @@ draw = random.Random(22)
 on = [([draw.randrange(8) for _ in range(60)], slots) for slots in (1, 3, 5)]
 on.append((list(range(8)) * 4, 6))
 expected = [state.hits("lru", *case) for case in on]
-steps = [f"{len(needed)} experts, {slots} slots" for needed, slots in on]
-lesson.check("lru-hits", lru_hits, expected, on, steps)
+labels = [f"{len(needed)} experts, {slots} slots" for needed, slots in on]
+lesson.check("lru-hits", lru_hits, expected, on, labels)
 
 # %% [markdown]
 # **Tier 3.** Now the best there is: Belady's hits on the same lists.
@@ -466,8 +466,8 @@ draw = random.Random(23)
 on = [([draw.randrange(8) for _ in range(60)], slots) for slots in (2, 3, 5)]
 on.append((list(range(8)) * 4, 6))
 expected = [state.hits("belady", *case) for case in on]
-steps = [f"{len(needed)} experts, {slots} slots" for needed, slots in on]
-lesson.check("best-hits", best_hits, expected, on, steps)
+labels = [f"{len(needed)} experts, {slots} slots" for needed, slots in on]
+lesson.check("best-hits", best_hits, expected, on, labels)
 
 # %% [markdown]
 # ## 11 · What is what, and what comes next · 1 min
