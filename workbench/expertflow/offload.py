@@ -5,14 +5,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from workbench.devices.backend import Backend
 from workbench.devices.simulated import simulated_machine
 from workbench.errors import ModelError, ParameterError, shown
-from workbench.expertflow.cache import ExpertCache, policy_named
+from workbench.expertflow.cache import ExpertCache, Future, policy_named
 from workbench.expertflow.engine import Counters, ExpertEngine, expert_weights
 from workbench.expertflow.forecast import Forecaster
 from workbench.expertflow.pool import ExpertPool
@@ -86,7 +86,7 @@ def budget_bytes(model: Model, budget: int | float | str) -> int:
 def offload(model: Model, budget: int | float | str, *, policy: str = "lru", scope: str = "global", forecast: Forecaster | None = None,
             host_below: int | str = 0, prefetches: int = 4, backends: Sequence[Backend] | str | None = None, n_ctx: int | None = None,
             n_batch: int = 512, n_seq_max: int = 1, recording: bool = False, verify: bool = False, scrub: bool = False,
-            future: Iterable[tuple[int, Sequence[int]]] | None = None, hot: np.ndarray | None = None,
+            future: Future | None = None, hot: np.ndarray | None = None,
             trace: Trace | None = None) -> Offloaded:  # fmt: skip
     """Open a session over `model` whose experts have `budget` bytes on the device.
 

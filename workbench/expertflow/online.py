@@ -87,8 +87,9 @@ def recalibrate(batches: Iterable[Batch], settings: Online = DEFAULTS) -> Iterat
         hits, n = [v[u] for v, u in zip(batch.values, batch.used)], len(batch.used[0])
         used, missed = sum(map(len, hits)), sum(int((h < t).sum()) for h, t in zip(hits, thresholds))
         if settings.window * len(hits[0]) < n * settings.enough / 4:
-            raise ParameterError(f"a window of {settings.window} tokens", f"{settings.enough * n // (4 * len(hits[0])) + 1} or more: fewer cannot "
-                                 f"tell whether a layer is within {settings.points:g} of the target")  # fmt: skip
+            least = settings.enough * n // (4 * len(hits[0])) + 1
+            raise ParameterError(f"a window of {settings.window} tokens", f"{least} or more: fewer cannot tell whether a layer is within "
+                                 f"{settings.points:g} of the target")  # fmt: skip
         fetched = float(np.mean([(v >= t).sum(1).mean() for v, t in zip(batch.values, thresholds)]))
         past.add(hits, n)
         lately.add(used, missed)
