@@ -171,3 +171,12 @@ def test_the_engines_own_work_is_small_beside_the_run(model):
     assert c.ids_waits == len(tokens) * 6
     assert c.hits + c.loads == len(tokens) * 6 * 2 and c.evictions <= c.loads
     run.close()
+
+
+@pytest.mark.parametrize(("more", "says"), [
+    ({"host_below": -1}, "host_below=-1"), ({"host_below": "few"}, "host_below='few'"), ({"host_below": 1.5}, "host_below=1.5"),
+    ({"prefetches": -1}, "prefetches=-1"), ({"policy": "static", "hot": np.zeros((1, 1))}, "shape"), ({"backends": []}, "0 backends")])
+def test_wrong_settings_are_refused_by_name(model, more, says):
+    with pytest.raises(ParameterError) as e:
+        offload(model, 0.5, **more)
+    assert says in str(e.value)

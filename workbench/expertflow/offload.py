@@ -99,6 +99,13 @@ def offload(model: Model, budget: int | float | str, *, policy: str = "lru", sco
     if not weights:
         raise ModelError(f"{shown(model.name)} has no experts", "a mixture-of-experts model", "tiny-mixtral-f16, for example")
     made = policy_named(policy)
+    for what, value in (("host_below", host_below), ("prefetches", prefetches)):
+        if not (isinstance(value, int) and not isinstance(value, bool) and value >= 0 or what == "host_below" and value == "auto"):
+            raise ParameterError(f"{what}={value!r:.40}", "a whole number from 0 on" + (', or "auto"' if what == "host_below" else ""))
+    if hot is not None and np.shape(hot) != (wanted := (len(weights), model.hparams.n_expert)):
+        raise ParameterError(f"a sample of shape {np.shape(hot)}", f"counts of shape {wanted}: [layers with experts, experts]")
+    if backends is not None and not isinstance(backends, str) and len(backends) < 2:
+        raise ParameterError(f"{len(backends)} backends", "a device with memory of its own, and a CPU as the last")
     if backends is None or isinstance(backends, str):
         backends = simulated_machine(backends or 1, offload_min_batch=1)
     k, n_expert = model.hparams.n_expert_used, model.hparams.n_expert
