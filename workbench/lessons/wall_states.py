@@ -82,7 +82,7 @@ class Lesson20:
             for text in layer:
                 first = [np.argmax((text == e).any(1)) + 1 if (text == e).any() else 257 for e in range(r.n_expert)]
                 out.append(max(first))
-        return float(np.median(out))
+        return float(np.median(np.array(out)))
 
     def run(self, slots: int, kind: str = "q8_0", device: str = "rtx3090-pcie4", policy: str = "lru", record: Trace | None = None) -> Timed:
         """The 48 tokens with so many experts of each layer on the card, missing ones loaded when their layer's router has spoken."""
@@ -94,10 +94,9 @@ class Lesson20:
         """What card (0) and link (1) do in the first layers of the first token, in ms."""
         record = Trace("virtual")
         self.run(2, record=record)
-        names = {"head": "", "attention": ""}
-        rows = [(e, record.described(e)) for e in record.events if e.kind == "busy"]
+        rows = [(e, {k: str(v) for k, v in record.described(e).items()}) for e in record.events if e.kind == "busy"]
         end = [e.end for e, d in rows if d["stream"] == "compute" and d["name"] == "attention"][layers]
-        return [(int(d["stream"] == "copy"), e.start / 1e6, e.end / 1e6, names.get(d["name"], d["name"].partition(" of")[0]))
+        return [(int(d["stream"] == "copy"), e.start / 1e6, e.end / 1e6, d["name"].partition(" of")[0] * ("expert" in d["name"]))
                 for e, d in rows if e.start < end - 1e6]  # fmt: skip
 
     def formula(self, kind: str = "q8_0", misses: float | None = None, device: str = "rtx3090-pcie4") -> float:

@@ -39,7 +39,7 @@ def recall_picture(curves: Mapping[str, np.ndarray], k: int, caption: str, *, nb
     an axis in KiB. Larger marks stand at k and at 2k experts."""
     if not curves:
         raise ParameterError("no curves to draw", "those of one predictor or more")
-    figure = new_figure(8.6, 3.5)
+    figure = new_figure(7.6, 3.3)
     size, unit = (nbytes / 1024, "KiB fetched per token and layer") if nbytes else (1, "experts fetched per token and layer")
     axes: Any = figure.subplots(1, 2, sharey=True)
     for i, (name, (recall, precision)) in enumerate(curves.items()):
@@ -57,7 +57,7 @@ def recall_picture(curves: Mapping[str, np.ndarray], k: int, caption: str, *, nb
         panel.grid(color="#dddddd", lw=0.6)
         panel.yaxis.set_major_formatter(PercentFormatter(1.0))
     axes[1].xaxis.set_major_formatter(PercentFormatter(1.0))
-    axes[1].legend(fontsize=7.5)
+    figure.legend(*axes[1].get_legend_handles_labels(), loc="outside upper center", ncols=4, fontsize=7.5, frameon=False)
     said = "; ".join(f"{name}: {c[0][k - 1]:.1%} with {k}" + (f", {c[0][2 * k - 1]:.1%} with {2 * k}" if 2 * k <= c.shape[1] else "")
                      for name, c in curves.items())  # fmt: skip
     return picture(figure, f"{title or 'Recall over what is fetched, and over precision'}. Recall by experts fetched: {said}.", caption)
@@ -122,9 +122,10 @@ def online_picture(events: Iterable[tuple[Any, ...]], caption: str, *, target: f
     rows = [e for e in events if e[0] == "batch"]
     if len(rows) < smooth:
         raise ParameterError(f"{len(rows)} batches", f"{smooth} or more", "smooth=1 draws each batch")
-    recall, fetched = (np.convolve([e[i] for e in rows], np.full(smooth, 1 / smooth), "valid") for i in (3, 4))
-    at = np.arange(smooth - 1, len(rows))
-    figure = new_figure(8.2, 3.8)
+    every = max(1, smooth // 2)  # a point for half of what it is the mean of
+    at = np.arange(smooth - 1, len(rows))[::every]
+    recall, fetched = (np.convolve([e[i] for e in rows], np.full(smooth, 1 / smooth), "valid")[::every] for i in (3, 4))
+    figure = new_figure(7.2, 3.0)
     axes: Any = figure.subplots(2, 1, sharex=True)
     looks = (recall, "recall", OKABE_ITO[4]), (fetched, "experts fetched\nper token", OKABE_ITO[5])
     for panel, (y, label, colour) in zip(axes, looks):
