@@ -28,6 +28,9 @@ def test_evictions_by_keys(lesson, artifacts):
         return bar.locator("span").inner_text(), root.locator(".wb-say").inner_text(), table
 
     assert "Expert 5 goes" in state()[1]
+    shown = root.locator("td.wb-now.wb-mark").first
+    picture = root.locator(".wb-raster").bounding_box()
+    assert picture["x"] <= shown.bounding_box()["x"] < picture["x"] + picture["width"], "the step it starts with is out of sight"
     lesson.screenshot(path=artifacts / "cache-stepper.png")
     lesson.keyboard.press("p")
     before = state()

@@ -91,11 +91,12 @@ def cache_steps(events: Iterable[StepEvent], layers: Sequence[int], n_expert: in
         facts = {"who": f"{name.capitalize() if tokens is None else name}, layer {layers[layer]},", "e": f"expert {expert}{of}"}
         said = CAUSES[f"{kind} {cause}"].format(**facts, **held.facts(key, step, n))
         held.feed(event)
+        label = lanes[key] if n > 1 else tokens[token] if tokens is not None and token < len(tokens) else str(token)
         sign = SIGNS["ahead" if cause in ("predicted", "hot set") else kind]
         marks = [[place[k], "·", 0.3] for k in held.held if k != key] + [[place[key], sign, 1]]
         rows = [[lanes[k], held.facts(k, step, n)["ago"], held.facts(k, step, n)["uses"], "brought ahead" if ahead else ""]
                 for k, ahead in sorted(held.held.items(), key=lambda item: (held.last.get(item[0], -1), item[0]))]  # fmt: skip
-        return {"event": [kind, step, layer, expert], "label": f"{sign} {lanes[key]}" if n > 1 else f"{sign} {token}", "cause": cause,
+        return {"event": [kind, step, layer, expert], "label": f"{sign} {label}", "cause": cause,
                 "sentence": said[0].upper() + said[1:], "change": kind not in ("hit", "load"), "marks": marks, "table": rows}  # fmt: skip
 
     return record_steps(_first(events, most), describe, title, "", lanes=list(lanes.values()),

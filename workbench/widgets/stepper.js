@@ -59,6 +59,10 @@ function render({model, el, signal}) {
     const onButton = event.key === ' ' && event.target.tagName === 'BUTTON' || event.target.tagName === 'SELECT';
     if (act[event.key] && !onButton && !event.ctrlKey && !event.altKey && !event.metaKey) { event.preventDefault(); act[event.key](); }
   });
+  const inSight = () => {
+    const now = picture.querySelector('.wb-now'), scroll = picture.scrollLeft;
+    if (now && (now.offsetLeft < scroll || now.offsetLeft > scroll + picture.clientWidth - 40)) picture.scrollLeft = now.offsetLeft - picture.clientWidth / 2;
+  };
   const draw = () => {
     const trace = model.get('trace'), k = Math.min(model.get('k'), last()), step = trace.steps[k];
     bar.setAttribute('aria-label', `${trace.title}: arrow keys step, Home and End, n and p jump to a change`);
@@ -71,13 +75,13 @@ function render({model, el, signal}) {
     const scroll = picture.scrollLeft;
     picture.replaceChildren(pictureAt(trace, k, model.get('looks'), zoom));
     picture.scrollLeft = scroll;
-    const now = picture.querySelector('.wb-now');
-    if (now && (now.offsetLeft < scroll || now.offsetLeft > scroll + picture.clientWidth - 40)) picture.scrollLeft = now.offsetLeft - picture.clientWidth / 2;
+    inSight();
     const [columns, rows, caption] = tableAt(trace, k);
     beside.replaceChildren(tableOf(columns, rows, caption));
   };
   el.replaceChildren(bar, say, h('div', {className: 'wb-two'}, picture, beside));
   draw();
+  requestAnimationFrame(inSight);                  // once more when the page has given it its width
   return follow(model, ['trace', 'k'], draw, signal);
 }
 export default { render };
