@@ -143,8 +143,8 @@ def online_picture(events: Iterable[tuple[Any, ...]], caption: str, *, target: f
     axes[0].yaxis.set_major_formatter(PercentFormatter(1.0))
     axes[0].set_title(shown(title, 80), fontsize=9)
     for batch, text in (marks or {}).items():
-        axes[0].annotate(shown(text, 40), (batch, 0.04), xycoords=("data", "axes fraction"), fontsize=7.5, xytext=(3, 0),
-                         textcoords="offset points")  # fmt: skip
+        axes[0].annotate(shown(text, 40), (batch, 0.04), xycoords=("data", "axes fraction"), fontsize=7.5, xytext=(-3, 0),
+                         textcoords="offset points", ha="right")  # fmt: skip
     for e in events:
         if e[0] == "drift":
             axes[0].annotate(f"drift {e[2]}", (e[1], 0.9), xycoords=("data", "axes fraction"), fontsize=7.5, xytext=(3, 0),
