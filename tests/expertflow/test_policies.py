@@ -263,14 +263,27 @@ def test_allotment(needs, slots, out):
 
 
 def test_a_prefetch_without_a_slot_is_dropped_and_not_waited_for():
-    cache = ExpertCache("predicted", 2, 2, 4, scope="global")
+    cache = ExpertCache("predicted", 2, 3, 4, scope="global")
     list(cache.step(0, [0, 1]))  # both slots are in use
     list(cache.predict(1, {2: 0.9, 3: 0.5}))
     assert list(cache.prefetch()) == [("drop", 1, 2, "no slot to spare"), ("drop", 1, 3, "no slot to spare")]
     cache.done(0, 0)
     assert list(cache.prefetch()) == []  # it was dropped, so nobody waits for the slot
+    list(cache.predict(2, {0: 0.4}))
+    assert list(cache.prefetch()) == [("evict", 0, 0, "not predicted"), ("load", 2, 0, "predicted")]
+    cache.done(0, 1)
     list(cache.predict(1, {2: 0.9}))
-    assert list(cache.prefetch()) == [("evict", 0, 0, "not predicted"), ("load", 1, 2, "predicted")]
+    assert list(cache.prefetch()) == [("evict", 0, 1, "not predicted"), ("load", 1, 2, "predicted")]
+
+
+def test_what_is_lost_from_outside_is_fetched_again():
+    trace = trace_of([[[0], [1], [0], [1], [2]]])
+    cache = cache_for(Stream(trace), "oracle", 2)
+    list(cache.step(0, [0]))
+    assert [e[:3] for e in cache.prefetch()] == [("load", 0, 1)] and list(cache.prefetch()) == []
+    cache.forget([(0, 0)])
+    cache.done(0, 0)
+    assert [e[:3] for e in cache.prefetch()] == [("load", 0, 0)]
 
 
 def test_what_is_predicted_stays_and_the_latest_goes_first_of_it():

@@ -260,10 +260,13 @@ class Belady(Cache):
         if not due:
             return None
         del resident[key]
-        if self.window:
-            self._seen = min(self._seen, -due)
-            self.fetched.discard(key)
+        self.fetched.discard(key)
         return key
+
+    def remove(self, key: int) -> None:
+        """A key is in no slot any more, for reasons from outside: it may be needed before what was found missing."""
+        super().remove(key)
+        self._seen = self.now
 
     def replace(self, new: int, busy: Collection[int]) -> int | None:
         """The farthest next use that is not busy."""
