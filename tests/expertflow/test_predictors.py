@@ -12,6 +12,7 @@ from tests.expertflow.recorded import NAMES, made, parts, seen, trace
 from workbench import models, paths
 from workbench.errors import FileFormatError, ModelError, ParameterError, ShapeError
 from workbench.expertflow import network, scoring
+from workbench.expertflow.forecast import Forecaster
 from workbench.expertflow.observe import Gates, Seen, membership, record, split
 from workbench.expertflow.predictors import Frequency, GateAhead, Oracle, OrElse, PreviousLayer, PreviousToken, Shared
 from workbench.expertflow.scoring import batches, coverage, curve, evaluate, mean, ranks, top
@@ -343,3 +344,13 @@ def test_every_name_is_shipped_for_both_models():
         assert list(network.shipped_predictors(name)) == network.names()
     assert json.dumps([s._asdict() for s in evaluate(Oracle(), made(), top(2))])          # plain numbers
     assert isinstance(trace("tiny-mixtral"), RouteTrace) and scoring.mean(evaluate(Oracle(), made(), top(2))).layer == -1
+
+
+def test_a_forecaster_takes_only_what_can_be_known_between_two_layers():
+    """While a model runs, the present layer is known; tokens and earlier layers are not handed on, and would be read as zeros."""
+    run = made()
+    for predictors in ([GateAhead(1), GateAhead(2)], [PreviousLayer().fit(run)], [Frequency().fit(run)] * 2, [Shared(1).fit(run)]):
+        Forecaster(run.gates, predictors)
+    for predictors in ([GateAhead(2)], [GateAhead(1), GateAhead(1)], [PreviousToken().fit(run)], [Oracle()], [tiny_network(run)], [GateAhead(0)]):
+        with pytest.raises(ParameterError, match="layers before the router"):
+            Forecaster(run.gates, predictors)

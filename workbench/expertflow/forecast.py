@@ -25,8 +25,10 @@ class Forecaster:
 
     def __init__(self, gates: Gates, predictors: Sequence[Predictor], fetch: int | None = None) -> None:
         for distance, p in enumerate(predictors, 1):
-            if p.ahead < distance:
-                raise ParameterError(f"{p.name} for layers {distance} ahead", f"one that speaks {distance} layers before the router")
+            known = p.ahead == distance if p.reads in ("state", "routes") else p.reads == "nothing"
+            if not known:
+                raise ParameterError(f"{p.name} for layers {distance} ahead", f"one that speaks {distance} layers before the router",
+                                     "and reads nothing but the present layer")  # fmt: skip
         self.gates, self.predictors = gates, list(predictors)
         self.fetch = gates.k if fetch is None else fetch
         if not 1 <= self.fetch <= gates.n_expert:
