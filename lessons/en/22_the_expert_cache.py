@@ -231,6 +231,12 @@ slow, fast = first_come[1].hit_rate, first_come[2].hit_rate
 word = "falls" if fast < slow - 0.02 else "rises" if fast > slow + 0.02 else "same"
 lesson.reveal("faster", word, fast=percent(fast))
 
+# %%
+layers = len(first_come[1].hits)
+views.side_by_side([("hit rate, link 1", (layers - 1) / layers, first_come[1].hit_rate)],
+                   ("formula: all layers but one", "replayed"),
+                   "Only the first layer of a token can never be fetched ahead: its path was not known.")
+
 # %% [markdown]
 # The paper's remedy (PLEC): before anything is fetched, *allot* the slots to the layers ahead by what they are predicted to need; and whenever an
 # expert was computed with, give its slot to the next in the plan. Nothing is dropped, it only waits for its turn. Its example: 2 layers,

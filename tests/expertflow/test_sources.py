@@ -112,8 +112,9 @@ def test_arrays_are_read_as_tokens_layers_k(tmp_path):
     np.savez(tmp_path / "b.npz", routed_experts=ids, weights=np.full(ids.shape, 0.5), n_expert=12)
     np.savez(tmp_path / "c.npz", ids)
     trace.save(tmp_path / "d.npz")
-    a, b, c, d = (load(tmp_path / n) for n in ("a.npy", "b.npz", "c.npz", "d.npz"))
-    assert all((x.trace.experts == trace.experts).all() for x in (a, b, c, d))
+    (tmp_path / "e.json").write_text(json.dumps(ids.tolist()), "utf-8")
+    a, b, c, d, e = (load(tmp_path / n) for n in ("a.npy", "b.npz", "c.npz", "d.npz", "e.json"))
+    assert all((x.trace.experts == trace.experts).all() for x in (a, b, c, d, e))
     assert (a.trace.n_expert, b.trace.n_expert, d.trace.n_expert) == (9, 12, 9) and "highest id + 1" in a.notes[0] and b.notes == d.notes == ()
     assert np.isnan(a.trace.weights).all() and (b.trace.weights == 0.5).all()
 

@@ -67,6 +67,12 @@ def test_models_are_found(installed, tmp_path):
     assert out.splitlines() == [*expected, str((ROOT / "models" / "tokenizer.json").stat().st_size)]
 
 
+def test_traces_are_found(installed, tmp_path):
+    out = run_there(installed, tmp_path, "from workbench.expertflow.sources import SHIPPED, load; "
+                    "print(*(load(n).trace.n_tokens for n in (*SHIPPED, 'local-drifting:tokens=5,layers=2')))")
+    assert out == "24576 24576 215 5"
+
+
 def test_notebooks_are_found(installed, tmp_path):
     expected = sorted(f.name for f in (ROOT / "notebooks").glob("*.ipynb"))
     if not expected:

@@ -205,11 +205,13 @@ def _read_npy(path: Path) -> tuple[RouteTrace, list[str]]:
 
 
 def _read_json(path: Path) -> tuple[RouteTrace, list[str]]:
-    """A router trace of stratamoe-lab."""
+    """A router trace of stratamoe-lab, or a bare list [tokens][layers][k]."""
     data, notes = _parsed(path.read_text("utf-8"), shown_path(path)), list[str]()
-    if not isinstance(data, dict) or "selections" not in data:
-        raise FileFormatError(f"{shown_path(path)} has no `selections`", FORMS)
-    return _trace(data["selections"], None, data.get("expertsPerLayer"), notes), notes
+    data = {"selections": data} if isinstance(data, list) else data
+    ids = _first(data, IDS) if isinstance(data, dict) else None
+    if ids is None:
+        raise FileFormatError(f"{shown_path(path)} has no expert ids", f"a list under one of {', '.join(IDS)}")
+    return _trace(ids, None, data.get("expertsPerLayer"), notes), notes
 
 
 def _parsed(text: str, where: str) -> Any:
