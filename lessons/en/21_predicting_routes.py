@@ -154,8 +154,8 @@ rows = []
 for key in ("gate-1", "linear-1", "non-linear-1", "network"):
     for target in (0.8, 0.9, 0.95, 0.99):
         r = state.results(key, state.calibrated(key, target))[-1]
-        rows.append((f"{key}, target {target:.2f}", f"{r.recall:.3f} ± {r.error:.3f}", r.precision,
-                     r.fetched, f"{r.fetched / K:.1f}×"))
+        rows.append((f"{key}, target {target:.2f}", f"{r.recall:.3f} ± {r.error:.3f}",
+                     round(r.precision, 3), round(r.fetched, 2), f"{r.fetched / K:.1f}×"))
 views.table(["", "recall on other text", "precision", "experts fetched", "bytes"], rows,
             "±: two standard errors between texts. The last points of recall cost most of the bytes.")
 

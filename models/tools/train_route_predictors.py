@@ -115,7 +115,8 @@ def main():
             predictor.fit(fit)
         print(f"{name}: {time.perf_counter() - start:.0f} s to record and to fit all but the network", flush=True)
         fitted["network"] = train(seen.sequences(kept), n_vocab, args.epochs)
-        (args.out / "predictors").mkdir(exist_ok=True)
+        for folder in ("predictors", "metrics"):
+            (args.out / folder).mkdir(parents=True, exist_ok=True)
         network.save_predictors(args.out / "predictors" / f"{name}.npz", fitted)
         found = network.load_predictors(args.out / "predictors" / f"{name}.npz")       # as they are stored
         rows = list(rows_of(found, report, name))

@@ -3,6 +3,9 @@
 import csv
 import dataclasses
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -71,8 +74,20 @@ def test_look_ahead_finds_four_of_five_and_twice_as_many_nearly_all(name):
 
 
 @each_model
-def test_hidden_states_are_those_that_pytorch_stored(name):
-    """The routes and states of the trained model in PyTorch: expert sets equal for 99.9 % of the tokens."""
+def test_hidden_states_are_those_that_pytorch_stored(name, data):
+    """64 tokens of two domains, `ffn_inp` of every layer as the trained model in PyTorch had it, stored as f16 (11 bits)."""
+    stored = np.load(data / "hidden_states.npz")
+    tokens, wanted = stored[f"{name}/tokens"], stored[f"{name}/ffn_inp"].astype(np.float32)
+    with models.load(f"{name}-f16") as model:
+        run = record(model, list(tokens))
+    np.testing.assert_allclose(run.states, wanted, rtol=2**-10, atol=2e-3)
+    sets = np.sort(stored[f"{name}/experts"], -1)
+    assert (run.routes.sets() == sets).all()
+
+
+@each_model
+def test_routes_are_those_of_the_trace_and_the_gates_say_so(name):
+    """Expert sets equal for 99.9 % of the tokens."""
     same = (seen(name).routes.sets() == trace(name).sets()).all(-1)
     assert (same.mean(1) > 0.999).all()
     run = seen(name)
@@ -189,12 +204,32 @@ def test_the_remedy_works_and_the_network_sees_all_layers_at_once(name):
     assert [shipped["network"].speaks(m, report.gates) for m in range(report.n_layers)] == [True] * report.n_layers
 
 
+SCRIPT = Path(__file__).parents[2] / "models/tools/train_route_predictors.py"
+
+
+@pytest.mark.slow
+def test_the_script_from_beginning_to_end(tmp_path):
+    """One epoch instead of two hundred: what is fitted in closed form is what is shipped, and the network is no worse than chance."""
+    done = subprocess.run([sys.executable, str(SCRIPT), "tiny-deepseek", "--epochs", "1", "--out", str(tmp_path)], capture_output=True, text=True,
+                          env={**os.environ, "PYTHONPATH": str(SCRIPT.parents[2])}, timeout=900)  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    ours, shipped = network.load_predictors(tmp_path / "predictors/tiny-deepseek.npz"), network.shipped_predictors("tiny-deepseek")
+    assert np.array_equal(ours["frequency"].shares, shipped["frequency"].shares)
+    np.testing.assert_allclose(ours["linear-1"].weights, shipped["linear-1"].weights, atol=5e-3, rtol=5e-3)
+    rows = list(csv.DictReader((tmp_path / "metrics/tiny-deepseek_predictors.csv").open()))
+    again = {(r["predictor"], r["layer"]): float(r["recall_at_k"]) for r in csv.DictReader((METRICS / "tiny-deepseek_predictors.csv").open())}
+    assert {(r["predictor"], r["layer"]) for r in rows} == set(again)
+    for r in rows:
+        near = 0.02 if r["predictor"].startswith("non-linear") else 1e-3
+        assert r["predictor"] == "network" or float(r["recall_at_k"]) == pytest.approx(again[r["predictor"], r["layer"]], abs=near)
+    assert all(float(r["recall_at_k"]) > 0.24 for r in rows if r["predictor"] == "network")
+
+
 def test_the_trained_graph_is_the_network():
     """The script builds the network from the workbench's ops; at run time it is plain NumPy. Both must say the same."""
     import importlib.util
 
-    file = Path(__file__).parents[2] / "models/tools/train_route_predictors.py"
-    spec = importlib.util.spec_from_file_location("train_route_predictors", file)
+    spec = importlib.util.spec_from_file_location("train_route_predictors", SCRIPT)
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
     run, said = made(64, layers=(0, 1), length=8), []
