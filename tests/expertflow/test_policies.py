@@ -276,6 +276,22 @@ def test_a_prefetch_without_a_slot_is_dropped_and_not_waited_for():
     assert list(cache.prefetch()) == [("evict", 0, 1, "not predicted"), ("load", 1, 2, "predicted")]
 
 
+@pytest.mark.parametrize("policy", [p for p in POLICIES if p != "static"])
+def test_slots_can_be_given_up_under_every_policy(policy):
+    trace = random_trace(np.random.default_rng(5), 1, 30, 6, 1)
+    stream = Stream(trace)
+    cache, steps = cache_for(stream, policy, 5), list(stream)
+    for layer, experts in steps[:15]:
+        list(cache.step(layer, experts))
+    there = set(cache.resident()[0])
+    gone = [e for kind, _, e, _ in cache.shed(0, 2) if kind == "evict"]
+    assert len(gone) == len(there) - 3 and set(cache.resident()[0]) == there - set(gone) and steps[14][1][0] not in gone
+    for layer, experts in steps[15:]:
+        list(cache.step(layer, experts))
+        assert len(cache.resident()[0]) <= 3
+    cache.widen(0, 1)
+
+
 def test_what_is_lost_from_outside_is_fetched_again():
     trace = trace_of([[[0], [1], [0], [1], [2]]])
     cache = cache_for(Stream(trace), "oracle", 2)

@@ -248,11 +248,10 @@ class Belady(Cache):
         while heap and -heap[0] > after:
             due = heappop(heap)
             key = owner[-due]
-            if key not in resident or minus[last[key]] != due:
-                continue
-            if key not in busy and key != new:
+            if key == new or key in busy:
+                aside.append(due)
+            elif key in resident and minus[last[key]] == due:
                 break
-            aside.append(due)
         else:
             due = 0
         for other in aside:
@@ -270,10 +269,11 @@ class Belady(Cache):
 
     def replace(self, new: int, busy: Collection[int]) -> int | None:
         """The farthest next use that is not busy."""
-        if self.now > self.end or self.owner[self.now - 1] != new:
+        if new >= 0 and (self.now > self.end or self.owner[self.now - 1] != new):
             raise ParameterError(f"key {new} at access {self.now - self.owner[-1] - 2}", "the future that Belady's policy was given")
+        key = self._farthest(busy, new=new)
         self.resident[new] = None
-        return self._farthest(busy, new=new)
+        return key
 
     def upcoming(self) -> Due | None:
         """The first access ahead whose key is missing."""
