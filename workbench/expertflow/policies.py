@@ -243,7 +243,7 @@ class Belady(Cache):
             heappush(heap, due)
         self._pushed = self.now
         if len(heap) > 4 * self.slots + 64:
-            heap[:] = sorted(minus[last[key]] for key in resident)
+            heap[:] = sorted(minus[last[key]] for key in (*resident, new) if key >= 0)
         aside: list[int] = []
         while heap and -heap[0] > after:
             due = heappop(heap)
