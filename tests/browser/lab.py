@@ -50,7 +50,7 @@ class Lab:
         root = ["--allow-root"] if hasattr(os, "geteuid") and os.geteuid() == 0 else []
         self.process = subprocess.Popen(
             [sys.executable, "-m", "jupyterlab", "--no-browser", "--ip=127.0.0.1", f"--port={port}", "--ServerApp.port_retries=0",
-             f"--IdentityProvider.token={self.token}", f"--ServerApp.root_dir={folder}", *root], env=env, stdout=self.log, stderr=self.log)
+             "--LabApp.expose_app_in_browser=True", f"--IdentityProvider.token={self.token}", f"--ServerApp.root_dir={folder}", *root], env=env, stdout=self.log, stderr=self.log)
         self._wait(time.monotonic() + 90)
 
     def setting(self, name, value):
@@ -107,6 +107,12 @@ class Page:
     def menu(self, *items):
         for item in items:
             self.page.get_by_role("menuitem", name=item, exact=True).click()
+
+    def dark(self):
+        """Change to the dark theme, by the command behind the menu, and wait until it is there."""
+        self.page.evaluate("() => window.jupyterapp.commands.execute('apputils:change-theme', {theme: 'JupyterLab Dark'})")
+        self.page.wait_for_function("() => document.body.dataset.jpThemeLight === 'false'")
+        self.page.wait_for_timeout(300)
 
     def start_all(self):
         """Clear, so that every prompt is "[ ]:", and run; does not wait."""

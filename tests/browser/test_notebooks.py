@@ -17,36 +17,28 @@ def failures(book):
             if o["output_type"] == "error" and "raises-exception" not in c["metadata"].get("tags", [])]
 
 
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("name", BOOKS)
-def test_runs_without_errors_and_is_accessible(new_page, axe_script, artifacts, name, dark):
-    page = new_page(dark)
+def test_useful_before_anything_runs_then_runs_and_is_accessible(new_page, axe_script, artifacts, name):
+    """A fresh copy is untrusted and has no kernel state: its pictures and tables show all the same, and no widget error does. Then it
+    runs without errors, in the light theme and, looked at again, in the dark one. One page for all three: opening is most of the time."""
+    page, stem = new_page(), name.removesuffix(".ipynb")
     page.open(name)
-    page.run_all()
-    page.page.wait_for_timeout(500)
-    found = page.axe(axe_script)
-    page.shot(artifacts / f"{name.removesuffix('.ipynb')}-{'dark' if dark else 'light'}.png")
-    assert failures(page.save(name)) == []
-    assert page.errors() == []
-    assert page.others == []
-    assert [v for v in found if v[1] in ("serious", "critical") and v[0] not in AXE_OK] == []
-
-
-@pytest.mark.parametrize("name", BOOKS)
-def test_useful_before_anything_runs(new_page, artifacts, name):
-    """A fresh copy is untrusted and has no kernel state: its pictures and tables show all the same, and no widget error does."""
-    import shutil
-    page = new_page()
-    fresh = f"fresh-{name}"
-    shutil.copy(ROOT / "notebooks" / name, page.lab.folder / fresh)
-    page.open(fresh)
     sizes = page.page.evaluate("""() => [...document.querySelectorAll('.jp-Cell-outputArea img')].map(i => [i.complete && i.naturalWidth, i.alt])""")
     assert sizes and all(width > 100 and alt for width, alt in sizes)
     text = page.page.evaluate("() => [...document.querySelectorAll('.jp-Cell-outputArea')].map(e => e.innerText).join('\\n')")
     assert "Loading widget" not in text and "Error displaying widget" not in text
     assert page.page.locator(".jp-Cell-outputArea table").count() >= 5
-    page.shot(artifacts / f"{name.removesuffix('.ipynb')}-fresh.png")
+    page.run_all()
+    page.page.wait_for_timeout(500)
+    found = {"light": page.axe(axe_script)}
+    page.shot(artifacts / f"{stem}-light.png")
+    page.dark()
+    found["dark"] = page.axe(axe_script)
+    page.shot(artifacts / f"{stem}-dark.png")
+    assert failures(page.save(name)) == []
+    assert page.errors() == []
     assert page.others == []
+    assert {theme: [v for v in some if v[1] in ("serious", "critical") and v[0] not in AXE_OK] for theme, some in found.items()} == {"light": [], "dark": []}
 
 
 @pytest.fixture(scope="module")
