@@ -192,7 +192,7 @@ work = state.computing(case)
 reading = sum(t.storage is None and any(map(state.is_weight, t.src)) for t in work)
 writing = sum(t.storage is not None for t in work)
 names, causes = {*state.nodes(case)}, {}
-for name, backend, cause in state.decided(case, "pass1"):
+for name, _, cause in state.decided(case, "pass1"):
     if name in names:
         causes[cause[:5]] = causes.get(cause[:5], 0) + 1
 views.side_by_side([("nodes that read a weight: 1.wgt", reading, causes["1.wgt"]),

@@ -115,8 +115,9 @@ def reused(d: Draft) -> Tensor:
 
 def tied(d: Draft) -> Tensor:
     """Two products with one and the same weight of the host."""
-    a = ops.mul_mat(d.weight("W", WIDTH, WIDTH), d.input("x", WIDTH, d.batch)).named("a")
-    return ops.mul_mat(d.weight("W2", WIDTH, WIDTH), ops.mul_mat(a.src[0], ops.silu(a).named("s")).named("c")).named("e")
+    w = d.weight("W", WIDTH, WIDTH)
+    a = ops.mul_mat(w, d.input("x", WIDTH, d.batch)).named("a")
+    return ops.mul_mat(d.weight("W2", WIDTH, WIDTH), ops.mul_mat(w, ops.silu(a).named("s")).named("c")).named("e")
 
 
 @dataclass(frozen=True)
