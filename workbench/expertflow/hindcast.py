@@ -10,7 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import numpy as np
+
 from workbench.expertflow import sources
+from workbench.expertflow.policies import Recency
 from workbench.expertflow.replay import Stream, replay
 from workbench.moe import RouteTrace
 from workbench.moe.configs import expected_distinct, model
@@ -126,15 +129,10 @@ def _batched_hits(trace: RouteTrace, slots: int, batch: int) -> float:
     """LRU where `batch` neighbouring tokens are one step; experts of a step one by one, in ascending order."""
     hits = wanted = 0
     for ids in trace.experts:
-        order: list[int] = []
-        for at in range(0, trace.n_tokens - batch + 1, batch):
-            for e in sorted(set(ids[at : at + batch].ravel().tolist())):
-                wanted += 1
-                if e in order:
-                    hits += 1
-                    order.remove(e)
-                order.append(e)
-                del order[:-slots]
+        batches = (np.unique(ids[at : at + batch]) for at in range(0, trace.n_tokens - batch + 1, batch))
+        events = Recency(slots, trace.n_expert).serve([e] for used in batches for e in used.tolist())
+        kinds = [kind for kind, _, _ in events if kind != "evict"]
+        hits, wanted = hits + kinds.count("hit"), wanted + len(kinds)
     return hits / wanted
 
 
