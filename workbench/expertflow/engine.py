@@ -189,25 +189,28 @@ class ExpertEngine(Mover):
     # ---- a layer
 
     def _enter(self, target: Backend, visit: Visit, product: Tensor) -> None:
-        """Read who is wanted, and settle where each is computed and in which wave."""
+        """Read who is wanted, and go on as was settled."""
         weight, x, ids = product.src
         assert weight is not None and x is not None and ids is not None
         states = target.get_async(x) if self.forecast is not None else None
         self._open, visit.ids = visit, read_ids(ids, target, weight)
         self.counters.ids_waits += 1
         used, counts = np.unique(visit.ids, return_counts=True)
-        wanted = dict(zip(used.tolist(), counts.tolist(), strict=True))
+        self._settle(target, visit, dict(zip(used.tolist(), counts.tolist(), strict=True)))
+        if not visit.in_waves:
+            self._serve(target, visit, visit.groups[0] if visit.groups else [], None)
+            self._look_ahead(target, visit, states)
+        else:
+            visit.states = states
+
+    def _settle(self, target: Backend, visit: Visit, wanted: dict[int, int]) -> None:
+        """Where each wanted expert (with its number of rows) is computed, and in which wave."""
         there = [e for e in wanted if (visit.layer, e) in self.pool.where]
         missing = [e for e in wanted if (visit.layer, e) not in self.pool.where]
         visit.hosted = [e for e in missing if self._on_host(visit.layer, wanted[e])]
         visit.groups = self._groups(visit.layer, there, [e for e in missing if e not in visit.hosted])
         visit.in_waves = len(visit.groups) > 1 or bool(visit.hosted)
         self._apply(target, self.cache.route(visit.layer, list(wanted)))
-        if not visit.in_waves:
-            self._serve(target, visit, visit.groups[0] if visit.groups else [], None)
-            self._look_ahead(target, visit, states)
-        else:
-            visit.states = states
 
     def _groups(self, layer: int, there: list[int], missing: list[int]) -> list[list[int]]:
         """Those that are there first, then as many at a time as there are slots for."""
@@ -248,10 +251,18 @@ class ExpertEngine(Mover):
             return
         normed = states.view(np.float32).reshape(len(visit.ids), -1)
         for layer, scores in self.forecast.after(visit.layer, visit.ids, normed):
-            self._apply(target, self.cache.predict(layer, scores))
-            if target.trace is not None:
-                for expert in scores:
-                    target.trace.add("predict", target.buffer_type.now, token=-1, layer=layer, expert=expert)
+            self._announce(target, layer, scores)
+        self._prefetch(target)
+
+    def _announce(self, target: Backend, layer: int, scores: dict[int, float]) -> None:
+        """A layer to come will want these experts, each for a share of the tokens."""
+        self._apply(target, self.cache.predict(layer, scores))
+        if target.trace is not None:
+            for expert in scores:
+                target.trace.add("predict", target.buffer_type.now, token=-1, layer=layer, expert=expert)
+
+    def _prefetch(self, target: Backend) -> None:
+        """Some loads of what was announced."""
         for _ in range(self.prefetches):
             before = self.counters.prefetches
             self._apply(target, self.cache.prefetch())
@@ -309,13 +320,12 @@ class ExpertEngine(Mover):
         if visit.hosted:
             visit.twin = visit.twin or HostBlock(self._host, [node for nodes in visit.block for node in nodes])
             visit.twin.fetch(target)
-        n = sum(map(len, visit.groups))
         self.counters.waves += len(visit.groups)
         for group in visit.groups:
             self._serve(target, visit, group, frozenset(group))
             for i, nodes in enumerate(visit.block):
                 part = route.part((nodes[0], "wave", i), nodes)
-                part.share = len(group) / n
+                part.share = self._share(visit, group)
                 target.compute_async(part)
             self._leave(target)
         self._look_ahead(target, visit, visit.states)
@@ -329,6 +339,10 @@ class ExpertEngine(Mover):
     def _view(self, node: Tensor) -> SlotView | None:
         storage = node.src[0].storage if node.op == "MUL_MAT_ID" and node.src[0] is not None else None
         return storage if isinstance(storage, SlotView) and storage.pool is self.pool else None
+
+    def _share(self, visit: Visit, group: Sequence[int]) -> float:
+        """The part of a layer's products that a group is."""
+        return len(group) / sum(map(len, visit.groups))
 
     def _may_need_waves(self, visit: Visit) -> bool:
         ids = visit.products[0].src[2]
