@@ -16,16 +16,18 @@ from workbench.expertflow.cache import ExpertCache, Future, policy_named
 from workbench.expertflow.engine import Counters, ExpertEngine, expert_weights
 from workbench.expertflow.forecast import Forecaster
 from workbench.expertflow.pool import ExpertPool
+from workbench.expertflow.precision import store_experts
 from workbench.models import Model, Session, place_weights
 from workbench.scheduler import Scheduler
 from workbench.trace import Trace
 
 
 class Offloaded:
-    """A session whose experts move; made by `offload`. `session` decodes, `engine` moves, `trace` holds what happened."""
+    """A session whose experts move; made by `offload`. `session` decodes, `engine` moves, `trace` holds what happened; `host` is the
+    whole model on the host, with its experts as they are stored for this run."""
 
-    def __init__(self, session: Session, engine: ExpertEngine, scheduler: Scheduler) -> None:
-        self.session, self.engine, self.scheduler = session, engine, scheduler
+    def __init__(self, session: Session, engine: ExpertEngine, scheduler: Scheduler, host: Model, *, own_host: bool) -> None:
+        self.session, self.engine, self.scheduler, self.host, self._own_host = session, engine, scheduler, host, own_host
 
     @property
     def counters(self) -> Counters:
@@ -53,6 +55,8 @@ class Offloaded:
         self.engine.pool.close()
         if self.session.model.context is not None:
             self.session.model.close()
+        if self._own_host:
+            self.host.close()
 
     def __enter__(self) -> Offloaded:
         return self
@@ -84,13 +88,14 @@ def budget_bytes(model: Model, budget: int | float | str) -> int:
 
 
 def offload(model: Model, budget: int | float | str, *, policy: str = "lru", scope: str = "global", forecast: Forecaster | None = None,
-            host_below: int | str = 0, prefetches: int = 4, backends: Sequence[Backend] | str | None = None, n_ctx: int | None = None,
-            n_batch: int = 512, n_seq_max: int = 1, recording: bool = False, verify: bool = False, scrub: bool = False,
-            future: Future | None = None, hot: np.ndarray | None = None,
+            storage: str | None = None, host_below: int | str = 0, prefetches: int = 4, backends: Sequence[Backend] | str | None = None,
+            n_ctx: int | None = None, n_batch: int = 512, n_seq_max: int = 1, recording: bool = False, verify: bool = False,
+            scrub: bool = False, future: Future | None = None, hot: np.ndarray | None = None,
             trace: Trace | None = None) -> Offloaded:  # fmt: skip
     """Open a session over `model` whose experts have `budget` bytes on the device.
 
-    policy, scope, future, hot: see `ExpertCache`; forecast, host_below, prefetches: see `ExpertEngine`. backends: a machine, or a preset's
+    policy, scope, future, hot: see `ExpertCache`; forecast, host_below, prefetches: see `ExpertEngine`. storage: the experts are converted
+    on the host first (`precision.store_experts`), and all bytes are those of the converted ones. backends: a machine, or a preset's
     name, such as "rtx3090-pcie4" (default: a round-numbered simulated card), whose first device computes the experts of any batch.
     verify: compare what products read with the host's bytes; scrub: overwrite what is evicted. Raises ParameterError where the budget is
     below the experts of one token, with the least that works.
@@ -110,11 +115,12 @@ def offload(model: Model, budget: int | float | str, *, policy: str = "lru", sco
         backends = simulated_machine(backends or 1, offload_min_batch=1)
     k, n_expert = model.hparams.n_expert_used, model.hparams.n_expert
     staging = k if made.needs == "hot" else 0
-    layers = list(weights)
+    host = model if storage is None else store_experts(model, storage)
+    weights, layers = expert_weights(host), list(weights)
     share = len(layers) if scope == "layer" else 1
-    placed = place_weights(model, backends, overrides={r"_exps\.weight": backends[-1]})
+    placed = place_weights(host, backends, overrides={r"_exps\.weight": backends[-1]})
     try:
-        pool = ExpertPool(backends[0], weights, budget_bytes(model, budget), least=k * share + staging, scrub=scrub, verify=verify)
+        pool = ExpertPool(backends[0], weights, budget_bytes(host, budget), least=k * share + staging, scrub=scrub, verify=verify)
         members = {size: sum(s == size for s in pool.sizes.values()) for size in pool.classes}
         slots = {size: (len(found) - staging) // (members[size] if scope == "layer" else 1) for size, found in pool.classes.items()}
         cache = ExpertCache(policy, slots, layers, n_expert, scope=scope, sizes=[pool.sizes[i] for i in layers], least=k,
@@ -126,4 +132,4 @@ def offload(model: Model, budget: int | float | str, *, policy: str = "lru", sco
         placed.close()
         raise
     scheduler.trace = trace
-    return Offloaded(session, engine, scheduler)
+    return Offloaded(session, engine, scheduler, host, own_host=storage is not None)

@@ -1,0 +1,114 @@
+"""Experts stored in fewer bits: the same bits as a resident model of that storage, fewer bytes to move, and a stated error."""
+
+import numpy as np
+import pytest
+
+from tests.expertflow.offloaded import Run
+from tests.models.architectures import write
+from workbench import models
+from workbench.errors import ModelError, ParameterError
+from workbench.expertflow.engine import expert_weights
+from workbench.expertflow.offload import expert_bytes
+from workbench.expertflow.precision import STORAGES, StoredModel, logit_error, storage_errors, store_experts
+
+F16, Q8_0 = 122_880, 65_280
+"""Bytes of one expert of tiny-mixtral: 3 matrices of 128 x 160 numbers, 2 bytes each, or 34 for 32."""
+
+
+@pytest.fixture(scope="module")
+def model():
+    with models.load("tiny-mixtral-f16") as model:
+        yield model
+
+
+@pytest.fixture(scope="module")
+def tokens(model):
+    return model.tokenizer.encode("And God said unto Moses, Go in unto Pharaoh, and say unto him")
+
+
+def matrices(model):
+    return [w for merged in expert_weights(model).values() for w in merged]
+
+
+@pytest.mark.parametrize("storage", ["f16", "int8", "q4_0"])
+def test_logits_are_those_of_a_resident_model_of_the_same_storage(model, tokens, storage):
+    with store_experts(model, storage) as stored:
+        whole = Run(stored, None)
+        wanted = whole.text(tokens)
+        whole.close()
+    for share in (0.25, 0.5, 0.75):
+        run = Run(model, share, storage=storage)
+        assert np.array_equal(run.text(tokens), wanted)
+        assert run.counters.loads and run.pool.nbytes <= share * expert_bytes(run.offloaded.host)
+        run.offloaded.close()
+    assert model.weights["token_embd.weight"].numpy().any()                               # the original is open
+
+
+@pytest.mark.parametrize("storage", ["q8_0", "q4_0"])
+def test_blocks_are_those_of_the_gguf_package(model, storage):
+    gguf = pytest.importorskip("gguf")
+    with store_experts(model, storage) as stored:
+        for was, now in zip(matrices(model), matrices(stored)):
+            wanted = gguf.quants.quantize(was.numpy().astype(np.float32), gguf.GGMLQuantizationType[storage.upper()])
+            assert now.require_data().host_bytes().tobytes() == wanted.tobytes()
+
+
+def test_int8_halves_the_bytes_that_move(model, tokens):
+    counts, slots = [], 14
+    for storage, size in (("f16", F16), ("int8", Q8_0)):
+        run = Run(model, slots * size, storage=storage)
+        run.text(tokens, 24)
+        assert sum(map(len, run.pool.classes.values())) == slots
+        assert run.counters.demand_bytes == run.counters.loads * size
+        counts.append(run.counters)
+        run.offloaded.close()
+    assert counts[1].demand_bytes / counts[0].demand_bytes == pytest.approx(34 / 64, rel=0.1)  # a token may go another way
+
+
+def test_the_same_budget_holds_more_experts(model):
+    budgets = [Run(model, 24 * F16, storage=storage) for storage in ("f16", "q8_0")]
+    assert [run.pool.n_slots(0) for run in budgets] == [24, 24 * F16 // Q8_0]
+    for run in budgets:
+        run.offloaded.close()
+
+
+def test_the_error_is_that_of_the_rounded_weights(model, tokens):
+    """Rounding to a step d is off by d / sqrt(12) on average. Three matrices with independent errors make sqrt(3) of it, and less where
+    terms of a sum agree more than their errors do."""
+    with store_experts(model, "q8_0") as stored:
+        step = [np.abs(w.numpy().astype(np.float32)).reshape(-1, 32).max(1) / 127 for w in matrices(model)]
+        size = [np.sqrt(np.mean(np.square(w.numpy().astype(np.float32)))) for w in matrices(model)]
+        rounding = np.mean([np.sqrt(np.mean(d * d) / 12) / s for d, s in zip(step, size)])
+        errors = storage_errors(model, stored, tokens)
+        assert all(0.4 * rounding < e.alone < 3**0.5 * rounding for e in errors)
+        assert 0 < logit_error(model, stored, tokens) < 0.01
+    with store_experts(model, "f16") as same:
+        assert logit_error(model, same, tokens) == 0 == max(e.alone for e in storage_errors(model, same, tokens))
+        assert matrices(same) == matrices(model)
+
+
+@pytest.mark.parametrize(("name", "storage", "says"), [
+    ("tiny-mixtral-f16", "int4", "int4"), ("tiny-mixtral-q4_0", "f16", "does not come back"), ("tiny-mixtral-q8_0", "f16", "8.5 bits")])
+def test_what_makes_no_sense_is_refused(name, storage, says):
+    with models.load(name) as model, pytest.raises(ParameterError, match=says):
+        store_experts(model, storage)
+
+
+def test_what_does_not_go_into_a_type_is_refused(tmp_path, monkeypatch):
+    pytest.importorskip("gguf")
+    with models.load(write("qwen2moe", tmp_path / "a.gguf")) as narrow, pytest.raises(ModelError, match="rows of 24 numbers"):
+        store_experts(narrow, "q8_0")
+    with models.load(write("mixtral-yarn", tmp_path / "b.gguf")) as model:
+        with store_experts(model, "q8_0") as stored:                                       # from f32, with rows of exactly one block
+            assert {w.dtype.name for w in matrices(stored)} == {"q8_0"}
+        monkeypatch.setitem(STORAGES, "f16", 0.1)
+        with pytest.raises(ModelError, match="that f16 can hold"):
+            store_experts(model, "f16")
+
+
+def test_closing_gives_the_converted_experts_back_and_nothing_else(model):
+    stored = store_experts(model, "q8_0")
+    assert isinstance(stored, StoredModel) and stored.nbytes < model.nbytes
+    stored.close()
+    stored.close()
+    assert all(w.storage.closed for w in matrices(stored)) and not any(w.storage.closed for w in matrices(model))
