@@ -46,23 +46,54 @@ class _Some:
         return self._view.only
 
 
-class HostBlock:
-    """The nodes of a layer's experts over host memory. block: the nodes on the device, first product to last."""
+class Block:
+    """The nodes of a layer's experts a second time, over other memory. nodes: those on the layer's device, first product to last.
 
-    def __init__(self, host: Backend, block: Sequence[Tensor]) -> None:
-        self.host, self.block = host, list(block)
-        self._twins: dict[Tensor, Tensor] = {}
+    A subclass says where memory comes from: `outside` for what the nodes read, `inside` for what they compute.
+    """
+
+    def __init__(self, nodes: Sequence[Tensor]) -> None:
+        self.nodes, self.twins = list(nodes), dict[Tensor, Tensor]()
+        within = set(nodes)
+        for node in nodes:
+            for source in node.sources():
+                if source not in self.twins and source not in within:
+                    self.twins[source] = self.outside(source)
+            self.twins[node] = self._twin(node)
+
+    def outside(self, source: Tensor) -> Tensor:
+        """What stands for a tensor that the nodes read and do not compute."""
+        raise NotImplementedError
+
+    def inside(self, twin: Tensor) -> None:
+        """Give memory to the twin of a node."""
+        raise NotImplementedError
+
+    def _twin(self, node: Tensor) -> Tensor:
+        owner = self.twins.get(node.view_src) if node.view_src is not None else None
+        src = tuple(None if s is None else self.twins[s] for s in node.src)
+        twin = Tensor(node.dtype, node.ne, node.nb, op=node.op, spec=node.spec, src=src, params=node.params, view_src=owner,
+                      view_offs=node.view_offs if owner is not None else 0, name=node.name)  # fmt: skip
+        twin.flags = node.flags
+        if owner is None:
+            if node.view_src is not None:
+                raise StorageError(f"{node.label} shows memory from outside the experts", "nodes that own their results")
+            self.inside(twin)
+        return twin
+
+
+class HostBlock(Block):
+    """The nodes of a layer's experts over host memory."""
+
+    def __init__(self, host: Backend, nodes: Sequence[Tensor]) -> None:
+        self.host = host
         self._inputs: list[tuple[Tensor, Tensor]] = []
         self._views: list[HostView] = []
-        inside = set(block)
-        for node in block:
-            for source in node.sources():
-                if source not in self._twins and source not in inside:
-                    self._outside(source)
-            self._twins[node] = self._inside(node)
-        self._part = Part([self._twins[node] for node in block])
+        super().__init__(nodes)
+        self._part = Part([self.twins[node] for node in nodes])
 
-    def _outside(self, source: Tensor) -> None:
+    def outside(self, source: Tensor) -> Tensor:
+        """Experts are read where they are; everything else will be copied."""
         storage = source.storage
         twin = Tensor(source.dtype, source.ne, source.nb).named(source.name)
         if isinstance(storage, SlotView):
@@ -71,19 +102,11 @@ class HostBlock:
         else:
             twin.place(HostStorage(source.nbytes, f"{source.name} on the host"))
             self._inputs.append((source, twin))
-        self._twins[source] = twin
-
-    def _inside(self, node: Tensor) -> Tensor:
-        owner = self._twins.get(node.view_src) if node.view_src is not None else None
-        src = tuple(None if s is None else self._twins[s] for s in node.src)
-        twin = Tensor(node.dtype, node.ne, node.nb, op=node.op, spec=node.spec, src=src, params=node.params, view_src=owner,
-                      view_offs=node.view_offs if owner is not None else 0, name=node.name)  # fmt: skip
-        twin.flags = node.flags
-        if owner is None:
-            if node.view_src is not None:
-                raise StorageError(f"{node.label} shows memory from outside the experts", "nodes that own their results")
-            twin.place(HostStorage(node.nbytes, f"{node.name} on the host"))
         return twin
+
+    def inside(self, twin: Tensor) -> None:
+        """Memory of its own."""
+        twin.place(HostStorage(twin.nbytes, f"{twin.name} on the host"))
 
     def fetch(self, device: Backend) -> None:
         """Copy what the experts read to the host; asked of the device before anything else of the layer, and waited for."""
@@ -105,8 +128,8 @@ class HostBlock:
         everything: for somebody who looks at what lies between, rows of all the block's nodes are written, not the last one's alone.
         """
         places, total = np.flatnonzero(np.isin(ids.reshape(-1), list(experts))), 0
-        for node in self.block if everything else self.block[-1:]:
-            twin = self._twins[node]
+        for node in self.nodes if everything else self.nodes[-1:]:
+            twin = self.twins[node]
             row, memory = node.nb[1], twin.require_data().host_bytes()[twin.offset :]
             for run in np.split(places, np.flatnonzero(np.diff(places) > 1) + 1) if places.size else ():
                 start, stop = int(run[0]) * row, (int(run[-1]) + 1) * row

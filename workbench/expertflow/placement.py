@@ -6,7 +6,7 @@ experts stand in groups and devices in nodes, groups stay within a node, so a to
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -78,23 +78,58 @@ class Placement:
         d = self.device_loads(loads)
         return float((d.max(1) / np.maximum(d.mean(1), 1e-30)).mean())
 
+    def require(self, n_devices: int, n_experts: int) -> None:
+        """Raise ParameterError where it is for other devices or experts, or where an expert has no place."""
+        if self.n_devices != n_devices or self.holds.shape[1] % n_devices:
+            raise ParameterError(f"{self.holds.shape[1]} places on {self.n_devices} devices, for a machine of {n_devices}",
+                                 "a placement for just these devices, the same number of places on each")  # fmt: skip
+        if self.holds.size and not 0 <= self.holds.min() <= self.holds.max() < n_experts:
+            raise ParameterError(f"places for experts {self.holds.min()} to {self.holds.max()}", f"0 to {n_experts - 1}")
+        for layer, row in enumerate(self.holds):
+            if homeless := sorted(set(range(n_experts)) - set(row.tolist())):
+                raise ParameterError(f"expert {homeless[0]} of expert layer {layer} has no place on any device",
+                                     "a place for each expert", "`place` makes such placements")  # fmt: skip
+
+    def on(self, layer: int) -> np.ndarray:
+        """Which devices hold each expert of a layer: (experts, devices) of True and False."""
+        held = np.zeros((self.loads.shape[1], self.n_devices), bool)
+        held[self.holds[layer], self.device_of_place()] = True
+        return held
+
+    def choose(self, layer: int, rows: Mapping[int, float], home: int, rule: str = "local") -> dict[int, int]:
+        """The device that computes each expert for the tokens of one step, which are all at `home`. rows: expert -> its tokens.
+
+        All tokens of an expert go to one copy, for a product over other rows has other bits. "local": the copy at home, else the first
+        that exists; "least": most tokens first, each expert to the device with a copy that has the fewest rows so far.
+        """
+        held, filled, out = self.on(layer), np.zeros(self.n_devices), dict[int, int]()
+        for e in sorted(rows, key=lambda e: (-rows[e], e)):
+            where = np.flatnonzero(held[e])
+            d = min(where, key=filled.__getitem__) if rule == "least" else home if held[e, home] else where[0]
+            out[e] = int(d)
+            filled[d] += rows[e]
+        return out
+
     def crossings(self, experts: np.ndarray, home: np.ndarray) -> np.ndarray:
         """Devices other than a token's own that its experts make it visit, (layers, tokens).
 
-        experts (layers, tokens, k); home (tokens,): where each token is. A copy on the token's own device is taken where there is one;
-        else the first that exists. Each visit is a row there and a row back.
+        experts (layers, tokens, k); home (tokens,) or (layers, tokens): where each token is. A copy on the token's own device is taken
+        where there is one; else the first that exists. Each visit is a row there and a row back.
         """
-        of_place, out = self.device_of_place(), np.zeros(experts.shape[:2], np.int64)
-        for layer, row in enumerate(self.holds):
-            on = np.zeros((self.loads.shape[1], self.n_devices), bool)
-            on[row, of_place] = True
-            at_home = on[experts[layer], home[:, None]]
-            first = on.argmax(1)[experts[layer]]
-            visited = np.zeros((experts.shape[1], self.n_devices), bool)
-            tokens = np.broadcast_to(np.arange(experts.shape[1])[:, None], first.shape)
-            visited[tokens[~at_home], first[~at_home]] = True
-            out[layer] = visited.sum(1)
+        out, home = np.zeros(experts.shape[:2], np.int64), np.broadcast_to(home, experts.shape[:2])
+        for layer in range(len(experts)):
+            held = self.on(layer)
+            there = np.where(held[experts[layer], home[layer, :, None]], home[layer, :, None], held.argmax(1)[experts[layer]])
+            out[layer] = visited(there, home[layer], self.n_devices).sum(1)
         return out
+
+
+def visited(there: np.ndarray, home: np.ndarray | int, n_devices: int) -> np.ndarray:
+    """Which devices other than its own a token's row travels to, (tokens, devices). there (tokens, k): where its experts are computed."""
+    out = np.zeros((len(there), n_devices), bool)
+    np.put_along_axis(out, there, True, 1)
+    out[np.arange(len(there)), home] = False
+    return out
 
 
 def place(loads: np.ndarray, n_devices: int, n_places: int | None = None, *, n_groups: int = 1, n_nodes: int = 1) -> Placement:
