@@ -97,11 +97,12 @@ class Trace:
 
     def add(self, kind: str, start: int = 0, end: int | None = None, **values: int | str) -> Event:
         """Record an event. Words are given as strings. Raises ParameterError for an unknown kind or missing fields."""
-        names = KINDS.get(kind)
-        if names is None or set(names) != set(values):
+        names, given, ids = KINDS.get(kind), tuple(values), self._ids
+        if names is None or given != names and set(given) != set(names):
             expected = f"{kind} with {names}" if names else "one of " + ", ".join(KINDS)
             raise ParameterError(f"event {kind!r} with fields {sorted(values)}", expected)
-        numbers = tuple(self.word(v) if isinstance(v, str) else int(v) for v in (values[n] for n in names))
+        ordered = values.values() if given == names else [values[n] for n in names]
+        numbers = tuple([v if type(v) is int else ids[v] if v in ids else self.word(v) if isinstance(v, str) else int(v) for v in ordered])
         event = Event(kind, int(start), int(start if end is None else end), numbers)
         self.events.append(event)
         return event
