@@ -1,86 +1,47 @@
-"""Experts on several cards: each card computes some layers, and has a pool, a cache and a link of its own for their experts."""
+"""A model with an expert budget on several cards, each with a pool, a cache and a link of its own: layers divided, or experts as well."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from workbench.devices.backend import Backend
+from workbench.devices.backend import Backend, DeviceType
 from workbench.devices.simulated import SimulatedDevice, simulated_machine
 from workbench.errors import ModelError, ParameterError, shown
 from workbench.expertflow.cache import ExpertCache
-from workbench.expertflow.engine import Counters, ExpertEngine, expert_weights
+from workbench.expertflow.engine import Counters, expert_weights
+from workbench.expertflow.forecast import Forecaster
 from workbench.expertflow.offload import budget_bytes
+from workbench.expertflow.parallel import CardEngine, Engines, Traffic
+from workbench.expertflow.placement import Placement
 from workbench.expertflow.pool import ExpertPool
 from workbench.models import Model, Session, place_weights
 from workbench.scheduler import Scheduler
-from workbench.scheduler.splits import Split
-from workbench.scheduler.transfer import Mover, Route, UsedExperts
 from workbench.tensors.tensor import Tensor
-
-
-class Engines(Mover):
-    """An engine per device (a `WeightTransfer`): whatever a split needs comes through the engine of the device that computes it."""
-
-    attaches = True
-
-    def __init__(self, engines: Sequence[ExpertEngine]) -> None:
-        self.engines = list(engines)
-        self._of = {id(e.pool.device): e for e in engines}
-        self._others = UsedExperts()
-
-    def attach(self, splits: list[Split], backends: list[Backend]) -> dict[Tensor, list[Tensor]]:
-        """Each engine finds its own products."""
-        kept: dict[Tensor, list[Tensor]] = {}
-        for engine in self.engines:
-            kept.update(engine.attach(splits, backends))
-        return kept
-
-    def begin(self) -> None:
-        """A run starts on all devices."""
-        self._others.begin()
-        for engine in self.engines:
-            engine.begin()
-
-    def move(self, route: Route, target: Backend, split: Split, position: int) -> bool:
-        """By the engine of the target, or ggml's rule where it has none."""
-        return self._of.get(id(target), self._others).move(route, target, split, position)
-
-    def compute(self, route: Route, target: Backend, split: Split) -> list[Tensor]:
-        """By the engine of the target."""
-        return self._of.get(id(target), self._others).compute(route, target, split)
-
-    @property
-    def holding(self) -> bool:
-        """Whether any engine keeps nodes back."""
-        return any(engine.holding for engine in self.engines)
-
-    def done(self, route: Route, target: Backend, split: Split) -> None:
-        """To the engine of the target."""
-        self._of.get(id(target), self._others).done(route, target, split)
-
-    def cancelled(self) -> None:
-        """A run failed: each pool gives back what did not come."""
-        for engine in self.engines:
-            engine.cancelled()
+from workbench.trace import Trace
 
 
 class Across:
-    """A session over several devices; made by `offload_across`. engines: one for each device, in the order of the machine."""
+    """A session over several cards; made by `offload_across`. engines: one for each card, in the order of the machine."""
 
-    def __init__(self, session: Session, engines: Sequence[ExpertEngine], scheduler: Scheduler) -> None:
-        self.session, self.engines, self.scheduler = session, list(engines), scheduler
+    def __init__(self, session: Session, engines: Engines, scheduler: Scheduler) -> None:
+        self.session, self.scheduler = session, scheduler
+        self.among, self.engines = engines, engines.engines
 
     @property
     def counters(self) -> list[Counters]:
-        """Hits, loads, bytes and so on since the start, of each device."""
+        """Hits, loads, bytes and so on since the start, of each card."""
         return [engine.counters for engine in self.engines]
 
+    @property
+    def traffic(self) -> Traffic:
+        """What crossed between the cards."""
+        return self.among.traffic
+
     def close(self) -> None:
-        """Give all memory on the devices back; the model stays open."""
+        """Give all memory on the cards back; the model stays open."""
         self.session.close()
         self.scheduler.close()
-        for engine in self.engines:
-            engine.pool.close()
+        self.among.close()
         self.session.model.close()
 
     def __enter__(self) -> Across:
@@ -90,46 +51,97 @@ class Across:
         self.close()
 
 
-def offload_across(model: Model, budget: int | float | str, n_devices: int = 2, *, policy: str = "lru", n_ctx: int | None = None,
-                   n_batch: int = 512, n_seq_max: int = 1, recording: bool = False, verify: bool = False) -> Across:  # fmt: skip
-    """Open a session whose layers are divided among simulated cards, each with its own pool for the experts of its layers.
+def offload_across(model: Model, budget: int | float | str, n_devices: int | None = None, *, placement: Placement | None = None,
+                   copies: str = "local", backends: Sequence[Backend] | str | None = None, policy: str = "lru",
+                   forecast: Forecaster | None = None, prefetches: int = 4, n_ctx: int | None = None, n_batch: int = 512,
+                   n_seq_max: int = 1, recording: bool = False, verify: bool = False, trace: Trace | None = None) -> Across:  # fmt: skip
+    """Open a session whose layers are divided among simulated cards, each with its own pool for experts.
 
-    budget: of all cards together, divided by the bytes of their experts. Raises ParameterError where a card would have no experts.
+    placement: where the experts of each layer are (see `placement.place`); the rest of a layer, shared experts too, stays on the layer's
+    card. Without one, experts are where their layer is. copies: which copy of an expert computes, "local" or "least" (see
+    `Placement.choose`). budget: of all cards together, divided by the places of their experts. backends: a machine, a preset's name for
+    each card, or one for all, such as "rtx3090-pcie4" (default: two round-numbered cards). forecast, policy: as in `offload`; what is
+    announced is loaded by the card that will compute it. Raises ParameterError where a card would have no experts, or too few slots.
     """
     weights, k = expert_weights(model), model.hparams.n_expert_used
     if not weights:
         raise ModelError(f"{shown(model.name)} has no experts", "a mixture-of-experts model", "tiny-mixtral-f16, for example")
-    if not isinstance(n_devices, int) or not 1 <= n_devices <= len(weights):
-        raise ParameterError(f"{n_devices} devices for {len(weights)} layers with experts", f"1 to {len(weights)} devices")
-    backends = simulated_machine(n_devices, offload_min_batch=1)
-    total = budget_bytes(model, budget)
-    layers = sorted(weights)
-    homes = {layer: i * n_devices // len(layers) for i, layer in enumerate(layers)}
+    if copies not in ("local", "least"):
+        raise ParameterError(f"copies={shown(copies)!r}", 'which copy of an expert computes: "local" or "least"')
+    machine = _machine(backends, n_devices)
+    cards, layers = [b for b in machine if b.device_type is DeviceType.GPU], sorted(weights)
+    n = len(cards)
+    _require(placement, n, len(layers), model.hparams.n_expert)
+    homes = {layer: i * n // len(layers) for i, layer in enumerate(layers)}
+    shares, least = _shares(weights, homes, placement, budget_bytes(model, budget), n), k
+    if placement is not None:
+        least = min(k, placement.holds.shape[1] // n)
     owner = {w: homes[layer] for layer, merged in weights.items() for w in merged}
-    first = {d: min(layer for layer in layers if homes[layer] == d) for d in range(n_devices)}
-    rules = {r"_exps\.weight": backends[-1], r"^output": backends[n_devices - 1]}
+    first = {d: min(layer for layer in layers if homes[layer] == d) for d in set(homes.values())}
+    rules = {r"_exps\.weight": machine[-1], r"^output": cards[max(first)]}
     for layer in range(model.hparams.n_layer):
-        d = max((d for d in first if first[d] <= layer), default=0)
-        rules[rf"^blk\.{layer}\."] = backends[d]
-    placed, engines = place_weights(model, backends, overrides=rules), list[ExpertEngine]()
+        rules[rf"^blk\.{layer}\."] = cards[max((d for d in first if first[d] <= layer), default=0)]
+    placed, pools = place_weights(model, machine, overrides=rules), list[ExpertPool]()
     placed.layer_types = [placed.homes[f"blk.{i}.attn_norm.weight"].buffer_type for i in range(model.hparams.n_layer)]
-    nbytes = sum(w.nbytes for w in owner)
     try:
-        for d in range(n_devices):
-            card = backends[d]
-            assert isinstance(card, SimulatedDevice)
-            card.offers = lambda node, d=d: owner.get(node.src[0], d) == d
-            mine = {layer: weights[layer] for layer in layers if homes[layer] == d}
-            share = total * sum(w.nbytes for merged in mine.values() for w in merged) // nbytes
-            pool = ExpertPool(card, mine, share, least=k, verify=verify)
+        engines = []
+        for d, card in enumerate(cards):
+            if isinstance(card, SimulatedDevice):
+                card.offers = lambda node, d=d: owner.get(node.src[0], d) == d
+            mine = {layer: weights[layer] for layer in layers if placement is not None or homes[layer] == d}
+            try:
+                pools.append(pool := ExpertPool(card, mine, shares[d], least=least, verify=verify))
+            except ParameterError as error:
+                raise ParameterError(f"{card.name}'s part of the budget: {error.found}", error.expected, error.hint) from None
             slots = {size: len(found) for size, found in pool.classes.items()}
-            cache = ExpertCache(policy, slots, list(mine), model.hparams.n_expert, scope="global", sizes=list(pool.sizes.values()), least=k)
-            engines.append(ExpertEngine(pool, cache))
-        scheduler = Scheduler(backends, transfer=Engines(engines))
+            cache = ExpertCache(policy, slots, list(mine), model.hparams.n_expert, scope="global", sizes=list(pool.sizes.values()), least=least)
+            engines.append(CardEngine(pool, cache, forecast, prefetches=prefetches))
+        among = Engines(engines, homes, placement, copies)
+        scheduler = Scheduler(machine, transfer=among)
         session = Session(placed, n_ctx, n_batch, n_seq_max, scheduler=scheduler, recording=recording)
     except BaseException:
-        for engine in engines:
-            engine.pool.close()
+        for pool in pools:
+            pool.close()
         placed.close()
         raise
-    return Across(session, engines, scheduler)
+    scheduler.trace = trace
+    return Across(session, among, scheduler)
+
+
+def _machine(backends: Sequence[Backend] | str | None, n: int | None) -> list[Backend]:
+    """The cards and their host."""
+    if n is not None and (not isinstance(n, int) or isinstance(n, bool) or n < 1):
+        raise ParameterError(f"{n!r:.40} devices", "a whole number, 1 or more")
+    if backends is None:
+        return [*simulated_machine(n or 2, offload_min_batch=1)]
+    if isinstance(backends, str):
+        found: list[Backend] = [*simulated_machine(backends, offload_min_batch=1)]
+        if n is not None and len(found) == 2 and "," not in backends:
+            found = [*simulated_machine(",".join([backends] * n), offload_min_batch=1)]
+    else:
+        found = [*backends]
+    cards = sum(b.device_type is DeviceType.GPU for b in found)
+    if not cards or n not in (None, cards) or found[-1].device_type is not DeviceType.CPU:
+        raise ParameterError(f"{cards} cards among {', '.join(b.name for b in found)}", f"{n or 'some'} cards, and a CPU as the last")
+    return found
+
+
+def _require(placement: Placement | None, n: int, n_layers: int, n_experts: int) -> None:
+    """Raise ParameterError where a card would have no experts, or a placement is for another model or machine."""
+    if placement is None:
+        if n > n_layers:
+            raise ParameterError(f"{n} devices for {n_layers} layers with experts", f"1 to {n_layers} devices",
+                                 "a placement divides the experts of each layer")  # fmt: skip
+        return
+    if len(placement.holds) != n_layers or placement.loads.shape != (n_layers, n_experts):
+        raise ParameterError(f"a placement of {placement.loads.shape[-1]} experts in {len(placement.holds)} layers",
+                             f"one of {n_experts} experts in {n_layers} layers")  # fmt: skip
+    placement.require(n, n_experts)
+
+
+def _shares(weights: Mapping[int, Sequence[Tensor]], homes: Mapping[int, int], placement: Placement | None, budget: int, n: int) -> list[int]:
+    """The budget divided among the cards, by the bytes of the experts that have places there."""
+    if placement is not None:  # of each layer the same number of places everywhere
+        return [budget // n] * n
+    of = [sum(w.nbytes for layer, merged in weights.items() if homes[layer] == d for w in merged) for d in range(n)]
+    return [budget * nbytes // sum(of) for nbytes in of]

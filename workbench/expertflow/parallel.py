@@ -1,0 +1,371 @@
+"""Experts of one layer on several cards (expert parallelism): rows travel to where their experts are, and results come back.
+
+Each expert has a home, or several (`placement.Placement`), and each card a pool, a cache and a link of its own. The card that has
+the rest of a layer reads its router's ids and sends the other cards the rows that want their experts, and no others. There the nodes of the
+layer's experts exist a second time; the same kernels compute them over the same shapes, for these experts `only`. A row comes back
+for each choice: adding up stays with the layer's card, in its router's order, for another order has other bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from workbench.devices.backend import Backend, Buffer, BufferType, copy_tensor
+from workbench.expertflow.engine import ExpertEngine, Visit
+from workbench.expertflow.hosted import Block
+from workbench.expertflow.placement import Placement, visited
+from workbench.expertflow.pool import SlotView
+from workbench.scheduler.runtime import Part
+from workbench.scheduler.splits import Split
+from workbench.scheduler.transfer import Mover, Route, UsedExperts, runs
+from workbench.tensors.context import padded
+from workbench.tensors.dtype import F32, I32
+from workbench.tensors.ops.copies import GET_ROWS, SET_ROWS
+from workbench.tensors.storage import Usage
+from workbench.tensors.tensor import Flag, Tensor
+
+FEW = 3
+"""Up to so many runs of neighbouring rows are copied as they lie; more are laid side by side first."""
+
+
+class Traffic:
+    """What crossed the links between n cards. rows, nbytes: [from, to]. Rows sent to a card for its experts are `announced` where a forecast
+    had named card and token, else `unannounced`; `in_vain`: named and not sent."""
+
+    def __init__(self, n: int) -> None:
+        self.rows, self.nbytes = np.zeros((n, n), np.int64), np.zeros((n, n), np.int64)
+        self.announced = self.unannounced = self.in_vain = 0
+
+    def add(self, source: int, target: int, rows: int, nbytes: int) -> None:
+        """Some rows went from card to card."""
+        self.rows[source, target] += rows
+        self.nbytes[source, target] += nbytes
+
+    @property
+    def recall(self) -> float:
+        """Share of the rows sent that had been announced; NaN where none was sent."""
+        sent = self.announced + self.unannounced
+        return self.announced / sent if sent else float("nan")
+
+
+class Board:
+    """Memory for what is used by one layer after another: each takes it from the start."""
+
+    def __init__(self, kind: BufferType) -> None:
+        self.kind, self.buffer, self.uses = kind, None, list[list[Tensor]]()
+        self.buffer: Buffer | None
+
+    def place(self) -> None:
+        """Give memory to the tensors of all uses, more than before only where one needs it."""
+        size = max((sum(padded(t.nbytes, 256) for t in use) for use in self.uses), default=0)
+        if size > (self.buffer.size if self.buffer is not None else 0):
+            self.close()
+            self.buffer = self.kind.alloc_buffer(size, Usage.COMPUTE)
+        for use in self.uses:
+            at = 0
+            for t in use:
+                t.place(self.buffer, at)
+                at += padded(t.nbytes, 256)
+        self.uses = []
+
+    def close(self) -> None:
+        """Give the memory back."""
+        if self.buffer is not None:
+            self.buffer.close()
+            self.buffer = None
+
+
+class Lane:
+    """The way of some rows of a tensor on one card to the same rows of another on another card. n: rows of the tensors.
+
+    packs: whether many rows may be laid side by side, by a kernel on each card, so that one copy takes them all. That needs memory:
+    `packed` and `index` on both cards, `numbers` in pinned memory of the host.
+    """
+
+    def __init__(self, ends: Sequence[tuple[Backend, Tensor]], n: int, packs: bool = True) -> None:
+        self.ends, self.width, self.packs = list(ends), ends[0][1].nbytes // n // F32.block_bytes, packs
+        self.packed = [Tensor(F32, (self.width, n, 1, 1)).named(f"{t.name} packed") for _, t in ends]
+        self.index, self.numbers = [Tensor(I32, (n, 1, 1, 1)).named("rows") for _ in ends], Tensor(I32, (n, 1, 1, 1))
+        self._kernels: dict[int, list[Part]] = {}
+
+    def send(self, rows: np.ndarray) -> int:
+        """Ask for these rows, in ascending order, to be sent. Returns their bytes."""
+        (source, a), (target, b) = self.ends
+        few = list(runs(rows.tolist()))
+        if self.packs and len(few) > FEW:
+            numbers = self.numbers.require_data().host_bytes()[self.numbers.offset :][: rows.size * I32.block_bytes]
+            numbers[:] = rows.astype(np.int32).view(np.uint8)
+            for (card, _), index in zip(self.ends, self.index, strict=True):
+                card.set_async(index, numbers)
+            pack, unpack = self._kernels_of(len(rows))
+            source.compute_async(pack)
+            _copy(source, self._rows(self.packed[0], 0, len(rows)), target, self._rows(self.packed[1], 0, len(rows)))
+            target.compute_async(unpack)
+        else:
+            for first, last in few:
+                _copy(source, self._rows(a, first, last - first + 1), target, self._rows(b, first, last - first + 1))
+        return rows.size * self.width * F32.block_bytes
+
+    def _rows(self, t: Tensor, first: int, n: int) -> Tensor:
+        piece = Tensor(F32, (self.width, n, 1, 1), name=t.name)
+        piece.place(t.require_data(), t.offset + first * self.width * F32.block_bytes)
+        return piece
+
+    def _kernels_of(self, n: int) -> list[Part]:
+        """Packing at one end and unpacking at the other, kept for the numbers of rows that come again."""
+        if n not in self._kernels:
+            if len(self._kernels) >= 16:
+                self._kernels.clear()
+            parts = []
+            for (_, t), packed, index, op in zip(self.ends, self.packed, self.index, (GET_ROWS, SET_ROWS), strict=True):
+                whole, side, numbers = self._rows(t, 0, packed.ne[1]), self._rows(packed, 0, n), Tensor(I32, (n, 1, 1, 1))
+                numbers.place(index.require_data(), index.offset)
+                src = (whole, numbers) if op is GET_ROWS else (side, numbers, whole)
+                node = Tensor(F32, (side if op is GET_ROWS else whole).ne, op=op.name, spec=op, src=src, name=t.name,
+                              view_src=None if op is GET_ROWS else whole)  # fmt: skip
+                if op is GET_ROWS:
+                    node.place(side.require_data(), side.offset)
+                parts.append(Part([node.mark(Flag.COMPUTE)]))
+            self._kernels[n] = parts
+        return self._kernels[n]
+
+
+def _copy(source: Backend, a: Tensor, target: Backend, b: Tensor) -> None:
+    if not target.copy_async(source, a, b):
+        source.synchronize()
+        target.synchronize()
+        copy_tensor(a, b, target.trace)
+
+
+class PeerBlock(Block):
+    """The nodes of a layer's experts over the memory of another card, with lanes there and back. home, card: the engines of the layer's
+    card and of this one; visit: what this one will see of the layer."""
+
+    def __init__(self, home: CardEngine, card: CardEngine, visit: Visit) -> None:
+        ids = visit.products[0].src[2]
+        assert ids is not None
+        self.home, self.card, self.ids = home, card, ids
+        self.inner: list[Tensor] = []
+        self.constants: list[Buffer] = []
+        self._states: list[Tensor] = []
+        super().__init__([node for nodes in visit.block for node in nodes])
+        self.visit = Visit(visit.layer, [self.twins[p] for p in visit.products], [[self.twins[n] for n in self.nodes]])
+        here, there = home.pool.device, card.pool.device
+        self.there = [Lane([(here, s), (there, self.twins[s])], ids.ne[1]) for s in self._states]
+        self.back = [Lane([(there, self.twins[node]), (here, node)], ids.ne[0] * ids.ne[1], packs=node is self.nodes[-1])
+                     for node in self.nodes if node.view_src is None]  # fmt: skip
+        self.numbers = Tensor(I32, (*ids.ne[:2], 1, 1))
+
+    def outside(self, source: Tensor) -> Tensor:
+        """Experts are in this card's slots; ids and states come by the links; the rest is small, constant, and copied now."""
+        storage = source.storage
+        twin = Tensor(source.dtype, source.ne, None if source is self.ids else source.nb).named(source.name)
+        if isinstance(storage, SlotView):
+            twin.place(self.card.pool.view(storage.weight))
+        elif storage is not None and storage.usage is Usage.WEIGHTS:
+            self.constants.append(buffer := self.card.pool.device.buffer_type.alloc_buffer(source.nbytes, Usage.WEIGHTS))
+            twin.place(buffer)
+            copy_tensor(source, twin)
+        else:
+            self.inner.append(twin)
+            if source is not self.ids:
+                self._states.append(source)
+        return twin
+
+    def inside(self, twin: Tensor) -> None:
+        """Memory of the board, later."""
+        self.inner.append(twin)
+
+    def uses(self) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        """What needs memory on the layer's card, on this one, and of the host."""
+        lanes = [lane for lane in (*self.there, *self.back) if lane.packs]
+        here = [t for lane in lanes for end, t, i in zip(lane.ends, lane.packed, lane.index) if end[0] is self.home.pool.device for t in (t, i)]
+        there = [t for lane in lanes for end, t, i in zip(lane.ends, lane.packed, lane.index) if end[0] is self.card.pool.device for t in (t, i)]
+        return here, [*self.inner, *there], [self.numbers, *(lane.numbers for lane in lanes)]
+
+    def fetch(self, ids: np.ndarray, traffic: Traffic) -> None:
+        """Send the rows that want experts here, and the ids. ids (T, k)."""
+        wanted = np.isin(ids, [e for group in self.visit.groups for e in group])
+        self._places, rows = np.flatnonzero(wanted), np.flatnonzero(wanted.any(1))
+        memory = self.numbers.require_data().host_bytes()[self.numbers.offset :][: self.numbers.nbytes]
+        memory[:] = np.ascontiguousarray(ids, np.int32).reshape(-1).view(np.uint8)
+        self.card.pool.device.set_async(self.twins[self.ids], memory)
+        for lane in self.there:
+            traffic.add(self.home.d, self.card.d, len(rows), lane.send(rows))
+
+    def write(self, traffic: Traffic, everything: bool) -> None:
+        """Send the finished rows into the results of the layer's card. everything: of the nodes between, too, for somebody who looks at them;
+        the links between cards carry that for nobody else."""
+        for lane in self.back:
+            if lane.packs:
+                traffic.add(self.card.d, self.home.d, len(self._places), lane.send(self._places))
+            elif everything:
+                lane.send(self._places)
+
+
+class CardEngine(ExpertEngine):
+    """The engine of one card among several, which all belong to `Engines`: it loads and computes its own experts, for any card's layers."""
+
+    d = 0
+    among: Engines
+
+    @property
+    def visits(self) -> list[Visit]:
+        """The layers of the present graph whose experts this card's splits ask for."""
+        return list(dict.fromkeys(self._visits.values()))
+
+    def _settle(self, target: Backend, visit: Visit, wanted: dict[int, int]) -> None:
+        """Each expert to the card that shall compute it; each of these settles the rest as if it were alone."""
+        among, layer = self.among, visit.layer
+        among.wanted = wanted
+        where = among.where(layer, wanted)
+        of = [{e: n for e, n in wanted.items() if where[e] == d} for d in range(len(among.engines))]
+        super()._settle(target, visit, of[self.d])
+        for block in among.blocks.get(visit, ()):
+            ExpertEngine._settle(block.card, block.card.pool.device, block.visit, of[block.card.d])
+        away = any(b.visit.groups for b in among.blocks.get(visit, ()))
+        visit.in_waves |= away
+        among.judge(layer, np.vectorize(where.__getitem__)(visit.ids) if away else np.full((len(visit.ids), 1), self.d))
+
+    def _share(self, visit: Visit, group: Sequence[int]) -> float:
+        """By rows or by experts, whichever is more: a product takes as long as its arithmetic, or as its reading."""
+        wanted = self.among.wanted
+        return max(len(group) / len(wanted), sum(wanted[e] for e in group) / sum(wanted.values()))
+
+    def _waves(self, route: Route, target: Backend, visit: Visit) -> None:
+        """The other cards compute their experts while this one computes its own."""
+        blocks = [b for b in self.among.blocks.get(visit, ()) if b.visit.groups]
+        for b in blocks:
+            b.fetch(visit.ids, self.among.traffic)
+        for b in blocks:
+            ExpertEngine._waves(b.card, route, b.card.pool.device, b.visit)
+        super()._waves(route, target, visit)
+        for b in blocks:
+            b.write(self.among.traffic, everything=route.eval_callback is not None)
+
+    def _may_need_waves(self, visit: Visit) -> bool:
+        return self.among.placement is not None or super()._may_need_waves(visit)
+
+    def _announce(self, target: Backend, layer: int, scores: dict[int, float]) -> None:
+        """To each card what it will have to compute."""
+        among = self.among
+        where = among.where(layer, scores)
+        if self.forecast is not None and among.placement is not None:
+            among.announced[layer] = np.vectorize(where.__getitem__)(self.forecast.guesses[layer])
+        for card in among.engines:
+            if layer in card.pool.weights:
+                mine = {e: s for e, s in scores.items() if where[e] == card.d}
+                ExpertEngine._announce(card, card.pool.device, layer, mine)
+
+    def _prefetch(self, target: Backend) -> None:
+        """Each card over its own link."""
+        for card in self.among.engines:
+            ExpertEngine._prefetch(card, card.pool.device)
+
+
+class Engines(Mover):
+    """An engine per card (a `WeightTransfer`): whatever a split needs comes through the engine of the card that computes it.
+
+    homes: layer -> the card that has the rest of it. placement: where the layers' experts are (None: with their layer), and `rule`, which
+    copy computes: see `Placement.choose`.
+    """
+
+    attaches = True
+
+    def __init__(self, engines: Sequence[CardEngine], homes: Mapping[int, int], placement: Placement | None = None, rule: str = "local") -> None:
+        self.engines, self.homes, self.placement, self.rule = list(engines), dict(homes), placement, rule
+        self.layers = sorted(homes)
+        self.traffic, self.wanted = Traffic(len(engines)), dict[int, int]()
+        self.announced: dict[int, np.ndarray] = {}
+        self.blocks: dict[Visit, list[PeerBlock]] = {}
+        self._boards = [Board(e.pool.device.buffer_type) for e in engines]
+        self._of, self._others = {id(e.pool.device): e for e in engines}, UsedExperts()
+        for d, engine in enumerate(engines):
+            engine.d, engine.among = d, self
+
+    def where(self, layer: int, rows: Mapping[int, float]) -> dict[int, int]:
+        """The card that computes each of these experts, by the numbers of their rows."""
+        home = self.homes[layer]
+        if self.placement is None:
+            return dict.fromkeys(rows, home)
+        return self.placement.choose(self.layers.index(layer), rows, home, self.rule)
+
+    def judge(self, layer: int, there: np.ndarray) -> None:
+        """Compare the journeys of a layer's rows with those announced. there (T, k): where a token's experts are computed."""
+        n, home = len(self.engines), self.homes[layer]
+        said, true = self.announced.pop(layer, None), visited(there, home, n)
+        named = np.zeros_like(true) if said is None or len(said) != len(true) else visited(said, home, n)
+        self.traffic.announced += int((true & named).sum())
+        self.traffic.unannounced += int((true & ~named).sum())
+        self.traffic.in_vain += int((named & ~true).sum())
+
+    # ---- what the scheduler and its runtime call
+
+    def attach(self, splits: list[Split], backends: list[Backend]) -> dict[Tensor, list[Tensor]]:
+        """Each engine finds its own products; other cards with experts of theirs get the nodes a second time."""
+        kept: dict[Tensor, list[Tensor]] = {}
+        for engine in self.engines:
+            kept.update(engine.attach(splits, backends))
+        if self.placement is None:
+            return kept
+        self._clear()
+        self.blocks = {v: [PeerBlock(home, card, v) for card in self.engines if card is not home] for home in self.engines for v in home.visits}
+        if len(self._boards) == len(self.engines):
+            self._boards.append(Board(backends[-1].buffer_type))
+        for blocks in self.blocks.values():
+            uses: list[list[Tensor]] = [[] for _ in self._boards]
+            for b in blocks:
+                for d, tensors in zip((b.home.d, b.card.d, -1), b.uses(), strict=True):
+                    uses[d] += tensors
+            for board, use in zip(self._boards, uses, strict=True):
+                board.uses.append(use)
+        for board in self._boards:
+            board.place()
+        return kept
+
+    def _clear(self) -> None:
+        for engine in self.engines:
+            engine.pool.device.synchronize()
+        for block in (b for blocks in self.blocks.values() for b in blocks):
+            for buffer in block.constants:
+                buffer.close()
+        self.blocks = {}
+
+    def begin(self) -> None:
+        """A run starts on all cards."""
+        self._others.begin()
+        for engine in self.engines:
+            engine.begin()
+
+    def move(self, route: Route, target: Backend, split: Split, position: int) -> bool:
+        """By the engine of the target, or ggml's rule where it has none."""
+        return self._of.get(id(target), self._others).move(route, target, split, position)
+
+    def compute(self, route: Route, target: Backend, split: Split) -> list[Tensor]:
+        """By the engine of the target."""
+        return self._of.get(id(target), self._others).compute(route, target, split)
+
+    @property
+    def holding(self) -> bool:
+        """Whether any engine keeps nodes back."""
+        return any(engine.holding for engine in self.engines)
+
+    def done(self, route: Route, target: Backend, split: Split) -> None:
+        """To the engine of the target."""
+        self._of.get(id(target), self._others).done(route, target, split)
+
+    def cancelled(self) -> None:
+        """A run failed: each pool gives back what did not come."""
+        self.announced = {}
+        for engine in self.engines:
+            engine.cancelled()
+
+    def close(self) -> None:
+        """Give all memory of pools and boards back."""
+        self._clear()
+        for board in self._boards:
+            board.close()
+        for engine in self.engines:
+            engine.pool.close()
