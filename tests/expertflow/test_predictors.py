@@ -382,10 +382,36 @@ def test_every_name_is_shipped_for_both_models():
 
 
 def test_a_forecaster_takes_only_what_can_be_known_between_two_layers():
-    """While a model runs, the present layer is known; tokens and earlier layers are not handed on, and would be read as zeros."""
+    """While a model runs, the present layer is known, and what the token before used; tokens and earlier layers would be read as zeros."""
     run = made()
-    for predictors in ([GateAhead(1), GateAhead(2)], [PreviousLayer().fit(run)], [Frequency().fit(run)] * 2, [Shared(1).fit(run)]):
+    often, before = Frequency().fit(run), PreviousToken().fit(run)
+    for predictors in ([GateAhead(1), GateAhead(2)], [PreviousLayer().fit(run)], [often] * 2, [Shared(1).fit(run)], [before] * 3,
+                       [OrElse(GateAhead(n), OrElse(Shared(n), before)) for n in (1, 2)]):  # fmt: skip
         Forecaster(run.gates, predictors)
-    for predictors in ([GateAhead(2)], [GateAhead(1), GateAhead(1)], [PreviousToken().fit(run)], [Oracle()], [tiny_network(run)], [GateAhead(0)]):
+    for predictors in ([GateAhead(2)], [GateAhead(1), GateAhead(1)], [Oracle()], [tiny_network(run)], [GateAhead(0)], [OrElse(GateAhead(2), often)]):
         with pytest.raises(ParameterError, match="layers before the router"):
             Forecaster(run.gates, predictors)
+    with pytest.raises(ParameterError, match="at most 3"):
+        Forecaster(run.gates, [often] * 4)
+
+
+@pytest.mark.parametrize("layers", [(0, 1, 2), (1, 2, 3)])
+@pytest.mark.parametrize("which", ["previous-token", "gate-1", "linear", "previous-layer", "gate, else previous token"])
+def test_a_forecaster_says_while_a_model_runs_what_its_predictor_says_of_the_recorded_run(which, layers):
+    """Token by token, layer by layer; the recall that it counts is that of `scoring.evaluate`, without the first token for those that
+    look across tokens."""
+    run = made(30, layers, length=30)
+    predictor = (OrElse(GateAhead(1), PreviousToken()) if which.startswith("gate, else") else ALL[which]()).fit(run)
+    forecaster, right = Forecaster(run.gates, [predictor]), []
+    for t in range(run.n_tokens):
+        for m, layer in enumerate(layers):
+            if layer in forecaster.guesses:
+                first = predictor.other if isinstance(predictor, OrElse) and not m else predictor
+                wanted = np.argsort(-first.scores(run, m)[t], kind="stable")[:2]
+                assert forecaster.guesses[layer].tolist() == [wanted.tolist()]
+                right.append(np.isin(run.routes.experts[m, t], wanted).mean())
+            normed = run.gates.normed(run.states[layer], layer)[t : t + 1]
+            list(forecaster.after(layer, run.routes.experts[m, t : t + 1], normed))
+    across = "previous token" in predictor.name
+    assert len(right) == (3 * 30 - 1 if across else 2 * 30) and forecaster.recall == pytest.approx(np.mean(right))
+    assert forecaster.asked == (3 if across else 2) * 30 and forecaster.wanted == 2 * len(right)

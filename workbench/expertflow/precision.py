@@ -44,8 +44,8 @@ class StoredModel(Model):
     def _stored(self, weight: Tensor, storage: DType) -> Tensor:
         """`weight`, converted piece by piece."""
         if weight.ne[0] % storage.block:
-            raise ModelError(f"{weight.name} has rows of {weight.ne[0]} numbers", f"whole blocks: {storage} stores {storage.block} at a time",
-                             "store the experts of this model as f16")  # fmt: skip
+            raise ModelError(f"{weight.name} has rows of {weight.ne[0]} numbers", f"whole blocks of {storage.block} for {storage}",
+                             "f16")  # fmt: skip
         copy = self.context.new_tensor(storage, *weight.ne, name=weight.name)
         self._memory.append(HostStorage(copy.nbytes, copy.name, Usage.WEIGHTS))
         copy.place(self._memory[-1])

@@ -110,10 +110,16 @@ class PreviousToken(Frequency):
 
     def scores(self, seen: Seen, m: int) -> np.ndarray:
         """At the start of a sequence, where nothing was before: the frequencies alone."""
-        frequent = np.exp(super().scores(seen, m))
+        self._require(seen, m, self.shares, (seen.n_layers, seen.routes.n_expert))
         before = np.vstack([np.full((1, seen.routes.k), -1), seen.routes.experts[m][:-1].astype(np.int64)])
         before[np.diff(seen.routes.sequences, prepend=-1) != 0] = -1
-        return _log(membership(before, seen.routes.n_expert) + 1e-3 * frequent)
+        return self.following(before, m)
+
+    def following(self, before: np.ndarray, m: int) -> np.ndarray:
+        """The scores of tokens whose predecessors used `before` (N, k) in expert layer `m`; -1 for none."""
+        if self.shares is None:
+            raise ParameterError(f"{self.name} was asked before it was fitted", "fit(seen)")
+        return _log(membership(before, len(self.shares[m])) + 1e-3 * self.shares[m])
 
 
 class PreviousLayer(Predictor):
