@@ -107,6 +107,10 @@ class Event:
         stream._ask("event", reached)
         self.position = stream.asked
 
+    @property
+    def done(self):
+        return self.stream is None or self.stream.done >= self.position
+
     def synchronize(self):
         if self.stream is not None:
             self.stream._flush(self.position)
@@ -131,10 +135,23 @@ def _current():
 class _Memory:
     """Bytes of a device. Their address is real: what is freed too early crashes or shows 0xFF."""
 
+    at = weakref.WeakValueDictionary()  # address -> memory
+
     def __init__(self, size, pool=None):
         self.bytes = np.full(size + 512, 0xFF, np.uint8)
         self.start = -self.bytes.ctypes.data % 512
         self.size, self.device = size, _State.device
+        _Memory.at[self.bytes.ctypes.data + self.start] = self
+
+
+class UnownedMemory:
+    """The same bytes, which it does not keep from being freed; they are 0xFF then."""
+
+    def __init__(self, ptr, size, owner, device_id=-1):
+        memory = _Memory.at[ptr]
+        assert size <= memory.size and device_id == memory.device
+        self.bytes, self.start, self.size, self.device = memory.bytes, memory.start, size, device_id
+        weakref.finalize(memory, memory.bytes.fill, 0xFF)
 
 
 class OutOfMemoryError(MemoryError):
@@ -206,7 +223,11 @@ class MemoryPool:
         return 0
 
 
-_pool = MemoryPool()
+_pools = [MemoryPool() for _ in range(N_DEVICES)]  # CuPy's own, one for each device behind one name
+
+
+def get_default_memory_pool():
+    return _pools[_State.device]
 
 
 class PinnedMemory:
@@ -253,7 +274,7 @@ class ndarray:
     def __init__(self, shape, dtype=float, memptr=None, strides=None, order="C"):
         dtype = np.dtype(dtype)
         nbytes = int(np.prod(shape)) * dtype.itemsize
-        memptr = memptr or (_State.allocator or _pool.malloc)(nbytes)
+        memptr = memptr or (_State.allocator or get_default_memory_pool().malloc)(nbytes)
         if any(int(n) % dtype.itemsize for n in (memptr.ptr, *(strides or ()))) and nbytes:
             raise CUDARuntimeError("cudaErrorMisalignedAddress")
         self._memory = memptr.mem
@@ -385,14 +406,15 @@ def zeros(shape, dtype=float):
     return array
 
 
-OWN = {f.__name__: f for f in (ndarray, ElementwiseKernel, asnumpy, asarray, empty, zeros)}
-CUDA = {f.__name__: f for f in (Device, Stream, Event, MemoryPool, MemoryPointer, PinnedMemory, PinnedMemoryPointer, alloc_pinned_memory,
+OWN = {f.__name__: f for f in (ndarray, ElementwiseKernel, asnumpy, asarray, empty, zeros, get_default_memory_pool)}
+CUDA = {f.__name__: f for f in (Device, Stream, Event, MemoryPool, MemoryPointer, UnownedMemory, PinnedMemory, PinnedMemoryPointer, alloc_pinned_memory,
                                 get_elapsed_time, using_allocator)}  # fmt: skip
 
 
 def module(n_devices=N_DEVICES):
     """A fresh `cupy`, to be put into `sys.modules`."""
     _State.log.clear()
+    _pools[:] = [MemoryPool() for _ in range(N_DEVICES)]
     cupy = types.ModuleType("cupy")
     cupy.__dict__.update(OWN)
     cupy.is_available = lambda: n_devices > 0

@@ -54,7 +54,7 @@ class Knife:
         with contextlib.ExitStack() as stack:
             for owner, name in CALLS:
                 real, label = owner.__dict__[name], f"event.{name}" if owner is SimulatedEvent else name
-                stack.enter_context(mock.patch.object(owner, name, lambda *a, real=real, label=label: self.cut(label, real, a)))
+                stack.enter_context(mock.patch.object(owner, name, lambda *a, real=real, label=label, copies=True: self.cut(label, real, a)))
             real = runtime.copy_tensor
             stack.enter_context(mock.patch.object(runtime, "copy_tensor", lambda *a: self.cut("copy_tensor", real, a)))
             yield

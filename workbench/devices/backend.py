@@ -110,6 +110,11 @@ class Event(Protocol):
         """Let the host wait for the mark (`ggml_backend_event_synchronize`)."""
         ...
 
+    @property
+    def done(self) -> bool:
+        """Whether the mark was reached, without waiting (`cudaEventQuery`)."""
+        ...
+
 
 HOST_MEMORY = BufferType("CPU", alignment=32)
 """Ordinary host memory (`ggml_backend_cpu_buffer_type`): tensors start at multiples of 32 bytes."""
@@ -309,8 +314,8 @@ class Backend:
         """Let later work of this backend wait for an event of another one (`ggml_backend_event_wait`)."""
         event.synchronize()
 
-    def synchronize(self) -> None:
-        """Wait until everything asked of this backend is done (`ggml_backend_synchronize`)."""
+    def synchronize(self, copies: bool = True) -> None:
+        """Wait until everything asked of this backend is done (`ggml_backend_synchronize`); copies: its copy stream, too, if it has one."""
 
     def cancel(self) -> None:
         """Forget work that was asked for and did not happen yet: a run has failed."""

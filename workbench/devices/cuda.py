@@ -11,10 +11,12 @@ import contextlib
 import ctypes
 import importlib
 import importlib.util
+import math
 import os
 import sys
 import threading
 import weakref
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -91,10 +93,20 @@ class CudaEvent:
         self.backend.note("event_record", device=self.backend.name, event=self.name)
         self.mark.record(self.backend.stream)
 
+    @property
+    def pending(self) -> bool:
+        """Whether the card has not come to the mark."""
+        return not self.mark.done
+
     def synchronize(self) -> None:
         """Let the host wait for the mark."""
         self.backend.note("event_sync", event=self.name)
         self.mark.synchronize()
+
+    @property
+    def done(self) -> bool:
+        """Whether the mark was reached."""
+        return bool(self.mark.done)
 
 
 class CudaBackend(Backend):
@@ -125,13 +137,15 @@ class CudaBackend(Backend):
         if dequant_cache_bytes is None:
             dequant_cache_bytes = DEQUANT_CACHE_BYTES if limit is None else min(DEQUANT_CACHE_BYTES, limit // 4)
         self.dequant_cache = DequantCache(dequant_cache_bytes, self._empty_or_none)
+        self.memory.spare = self.dequant_cache.clear
         cuda = self.cupy.cuda
         with cuda.Device(device):
             self.stream, self.copy_stream = cuda.Stream(non_blocking=True), cuda.Stream(non_blocking=True)
             self._copied = cuda.Event(disable_timing=True)
         self._guard = threading.RLock()
         self._staging = Staging(self.cupy)
-        self._in_flight: list[Any] = []  # host arrays that a copy reads from or writes to
+        self._in_flight: list[Any] = []  # host arrays that a copy on the stream reads from or writes to
+        self._fetching: deque[tuple[CudaEvent, np.ndarray]] = deque()  # the same of the copy stream, each until its event
         self._work: Any = None
         self._wrong: Any = None  # one flag per look at indices
         self._checks: list[tuple[int, str, int]] = []  # address of the indices, what they name, limit
@@ -210,10 +224,8 @@ class CudaBackend(Backend):
         return self._work
 
     def _empty_or_none(self, shape: tuple[int, ...], dtype: Any) -> Any:
-        try:
-            return self.cupy.empty(shape, dtype)
-        except AllocationError:
-            return None
+        memory = self.memory.take_if_free(math.prod(shape) * np.dtype(dtype).itemsize)
+        return None if memory is None else self.cupy.ndarray(shape, dtype, memory)
 
     def plan(self, graph: NodeList) -> Plan:
         """Bind every node of the graph to its kernel, once, with pieces of this device's size."""
@@ -280,6 +292,9 @@ class CudaBackend(Backend):
             return
         zero, at = self._clock
         for fields, start, end in spans:
+            if not end.done:  # a copy that is still on its way
+                self._spans.append((fields, start, end))
+                continue
             times = [at + round(self.cupy.cuda.get_elapsed_time(zero, mark) * 1e6) for mark in (start, end)]
             self.trace.add("busy", *times, device=self.name, **fields)
 
@@ -292,7 +307,7 @@ class CudaBackend(Backend):
         """Ask for host bytes to be written: from pinned memory when the card gets to it, from other memory copied aside now."""
         self.note("set_async", device=self.name, name=tensor.name, offset=offset, bytes=data.nbytes)
         with self.cupy.cuda.Device(self.device), self._timed(tensor.name, self.stream, data.nbytes):
-            self._send(tensor, data, offset, self.stream)
+            self._in_flight.append(self._send(tensor, data, offset, self.stream))
 
     def prefetch(self, tensor: Tensor, data: np.ndarray, offset: int = 0, after: Event | None = None) -> CudaEvent:
         """`set_async` on the copy stream, beside what the backend computes: after `after`, up to the event that is returned.
@@ -306,22 +321,23 @@ class CudaBackend(Backend):
             if isinstance(after, CudaEvent):
                 self.copy_stream.wait_event(after.mark)
             with self._timed(tensor.name, self.copy_stream, data.nbytes):
-                self._send(tensor, data, offset, self.copy_stream)
+                raw = self._send(tensor, data, offset, self.copy_stream)
             done.mark.record(self.copy_stream)
+        self._fetching.append((done, raw))
         return done
 
-    def _send(self, tensor: Tensor, data: np.ndarray, offset: int, stream: Any) -> None:
+    def _send(self, tensor: Tensor, data: np.ndarray, offset: int, stream: Any) -> np.ndarray:
         storage = tensor.require_data()
         assert isinstance(storage, CudaBuffer)
         raw = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
         storage._check(tensor.offset + offset, raw.size)
         target = storage.pointer(tensor.offset + offset)
         if self.host_buffer_type.holds(raw):
-            self._in_flight.append(raw)
             target.copy_from_host_async(raw.ctypes.data, raw.size, stream)
         else:
             self._staging.send(raw, target, stream)
         storage.version += 1
+        return raw
 
     def get_async(self, tensor: Tensor) -> np.ndarray:
         """Ask for the tensor's bytes, into pinned memory; they are there after `synchronize`."""
@@ -362,12 +378,18 @@ class CudaBackend(Backend):
         else:
             event.synchronize()
 
-    def synchronize(self) -> None:
-        """Let the host wait until the device is done. Raises ParameterError where indices of a graph were out of range."""
+    def synchronize(self, copies: bool = True) -> None:
+        """Let the host wait until the device is done; without `copies`, what `prefetch` asked for may still be on its way.
+
+        Raises ParameterError where indices of a graph were out of range.
+        """
         self.note("sync", device=self.name)
         self.stream.synchronize()
-        self.copy_stream.synchronize()
+        if copies:
+            self.copy_stream.synchronize()
         self._in_flight.clear()
+        while self._fetching and not self._fetching[0][0].pending:
+            self._fetching.popleft()
         self._note_spans()
         self._raise_wrong()
 
@@ -376,6 +398,7 @@ class CudaBackend(Backend):
         self.stream.synchronize()
         self.copy_stream.synchronize()
         self._in_flight.clear()
+        self._fetching.clear()
         self._spans.clear()
         if self._checks:
             self._checks.clear()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -25,18 +25,28 @@ STAGING_SLOTS, STAGING_BYTES = 8, 2**21
 class CudaMemory(BufferType):
     """Memory of a card (`ggml_backend_cuda_buffer_type`), taken from a pool of CuPy's.
 
-    limit: most bytes that the pool may hold, None for all there are. What kernels need for a moment comes from the same pool.
+    limit: most bytes that the pool may hold; None: it is CuPy's own default pool, with the limit that it has (`set_limit`,
+    CUPY_GPU_MEMORY_LIMIT) and beside the arrays that others make. What kernels need for a moment comes from the same pool.
+    spare: gives memory back that can be done without, and is asked before anything is refused.
     """
+
+    spare: Callable[[], None] | None = None
 
     def __init__(self, cupy: ModuleType, device: int = 0, limit: int | None = None) -> None:
         super().__init__(f"CUDA{device}", ALIGNMENT, is_host=False)
-        self.cupy, self.device, self.limit = cupy, device, limit
+        self.cupy, self.device = cupy, device
         self._started = time.perf_counter_ns()
         with cupy.cuda.Device(device):
-            self.pool = cupy.cuda.MemoryPool()
+            self.pool = cupy.get_default_memory_pool() if limit is None else cupy.cuda.MemoryPool()
             if limit is not None:
                 self.pool.set_limit(size=limit)
             self.stream = cupy.cuda.Stream(non_blocking=True)  # for blocking copies: they wait for nothing else
+
+    @property
+    def limit(self) -> int | None:
+        """Most bytes that the pool may hold at present, None for all there are."""
+        with self.cupy.cuda.Device(self.device):
+            return self.pool.get_limit() or None
 
     @property
     def now(self) -> int:  # type: ignore[override]
@@ -50,19 +60,28 @@ class CudaMemory(BufferType):
             return CudaBuffer(self, self.take(size), size, usage)
 
     def take(self, size: int) -> Any:
-        """A piece of the pool; it goes back when nothing refers to it."""
-        for attempt in (1, 2):
-            try:
-                return self.pool.malloc(max(size, 1))
-            except self.cupy.cuda.memory.OutOfMemoryError:
-                if attempt == 2:
-                    break
-                self.pool.free_all_blocks()  # pieces of other sizes that are kept for later
+        """A piece of the pool; it goes back when nothing refers to it. Raises AllocationError where the card or the limit is too small."""
+        memory = self.take_if_free(size)
+        if memory is None and self.spare is not None:
+            self.spare()
+            memory = self.take_if_free(size)
+        if memory is not None:
+            return memory
         free, total = self.cupy.cuda.runtime.memGetInfo()
-        room = min(free, self.limit - self.pool.total_bytes()) if self.limit is not None else free
-        bound = f"the limit of {self.limit:,} bytes" if self.limit is not None else f"{total:,} bytes"
+        limit = self.limit
+        room = free if limit is None else min(free, limit - self.pool.total_bytes())
+        bound = f"{total:,} bytes" if limit is None else f"the limit of {limit:,} bytes"
         raise AllocationError(f"{size:,} bytes asked for on {self.name}, {room:,} are free within {bound}", "room on the device",
                               "fewer layers or experts there, a smaller batch or context")  # fmt: skip
+
+
+    def take_if_free(self, size: int) -> Any:
+        """A piece of the pool, or None where there is no room."""
+        for _ in range(2):
+            with contextlib.suppress(self.cupy.cuda.memory.OutOfMemoryError):
+                return self.pool.malloc(max(size, 1))
+            self.pool.free_all_blocks()  # pieces of other sizes that are kept for later
+        return None
 
 
 class CudaBuffer:
@@ -74,6 +93,8 @@ class CudaBuffer:
         self.buffer_type, self.size, self.usage = buffer_type, size, usage
         self.name, self.version, self.closed = buffer_type.name, 0, False
         self._memory = memory
+        borrowed = buffer_type.cupy.cuda.UnownedMemory(memory.ptr, size, None, buffer_type.device)
+        self._start = buffer_type.cupy.cuda.MemoryPointer(borrowed, 0)
 
     def host_bytes(self) -> np.ndarray:
         """Always StorageError: the host cannot see this memory."""
@@ -85,10 +106,10 @@ class CudaBuffer:
         return self.buffer_type.cupy.ndarray((self.size,), np.uint8, self.pointer(0))
 
     def pointer(self, offset: int) -> Any:
-        """Where a byte lies (a `cupy.cuda.MemoryPointer`)."""
+        """Where a byte lies (a `cupy.cuda.MemoryPointer`). It borrows: arrays there do not keep the memory when the buffer is closed."""
         if self.closed:
             raise StorageError(f"{shown(self.name)} was freed", "memory that is still there")
-        return self._memory + offset
+        return self._start + offset
 
     def read(self, offset: int, nbytes: int) -> np.ndarray:
         """Copy to the host, at once: work that was asked for and is not done is not in it."""

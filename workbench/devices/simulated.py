@@ -253,12 +253,22 @@ class SimulatedEvent:
         self.device.note("event_record", device=self.device.name, event=self.name)
         self.time = self.device.free_at
 
+    @property
+    def pending(self) -> bool:
+        """Whether the mark lies behind what the device's compute stream was asked for."""
+        return self.time > self.device.free_at
+
     def synchronize(self) -> None:
         """Let the host wait for the mark."""
         if self.device.machine.leaves_out("event_sync", self.name):
             return
         self.device.note("event_sync", max(self.time, self.device.machine.now), event=self.name)
         self.device.machine.reach(self.time)
+
+    @property
+    def done(self) -> bool:
+        """Whether the host's clock has come to the mark."""
+        return self.time <= self.device.machine.now
 
 
 class SimulatedDevice(Backend):
@@ -487,10 +497,10 @@ class SimulatedDevice(Backend):
         self.machine.cancel(self)
         self.free_at = self.copied_at = self.machine.now
 
-    def synchronize(self) -> None:
-        """Let the host wait until the device is done."""
+    def synchronize(self, copies: bool = True) -> None:
+        """Let the host wait until the device is done; without `copies`, what `prefetch` asked for may still be on its way."""
         if self.waits and not self.machine.leaves_out("sync", self.name):
-            done = max(self.free_at, self.copied_at, self.machine.now) + self.speed.sync_ns
+            done = max(self.free_at, self.copied_at if copies else 0, self.machine.now) + self.speed.sync_ns
             self.note("sync", done, device=self.name)
             self.machine.reach(done)
 

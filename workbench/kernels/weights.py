@@ -169,10 +169,11 @@ class Shelf:
         return cell
 
     def clear(self) -> None:
-        """Give all room back (the storage is closed or gone)."""
+        """Give all room back (the storage is closed or gone, or others need it), but that of cells which are being decoded."""
         with self._cache.lock:
-            self._cache.used -= sum(cell.nbytes for _, cell in self._cells.values())
-            self._cells.clear()
+            kept = {key: held for key, held in self._cells.items() if held[0] == _DECODING}
+            self._cache.used -= sum(cell.nbytes for key, (_, cell) in self._cells.items() if key not in kept)
+            self._cells = kept
 
 
 _DECODING = -2

@@ -1,7 +1,7 @@
 """Weights on several devices (`-ngl`, `--override-tensor` and `--tensor-split` in llama.cpp).
 
-What stays on the host stays mapped from the file; what goes to a device is copied into a buffer there. Nodes follow their
-weights: that is the scheduler's first pass.
+What stays on the host stays mapped from the file, or is copied into pinned memory; what goes to a device is copied into a buffer
+there. Nodes follow their weights: that is the scheduler's first pass.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class PlacedModel(Model):
     layer_types: the memory of each layer, where its part of the KV cache goes as well. homes: the backend of each weight.
     """
 
-    def __init__(self, model: Model, homes: Mapping[str, Backend], layers: Sequence[Backend]) -> None:
+    def __init__(self, model: Model, homes: Mapping[str, Backend], layers: Sequence[Backend], pinned: BufferType | None = None) -> None:
         self.file, self.path, self.name, self.hparams = model.file, model.path, model.name, model.hparams
         self.homes = dict(homes)
         self.layer_types = [b.buffer_type for b in layers]
@@ -33,8 +33,9 @@ class PlacedModel(Model):
         self.buffers: list[Buffer] = []
         away: dict[BufferType, list[str]] = {}
         for name, home in homes.items():
-            if not home.buffer_type.is_host:
-                away.setdefault(home.buffer_type, []).append(name)
+            kind = pinned if home.buffer_type.is_host else home.buffer_type
+            if kind is not None:
+                away.setdefault(kind, []).append(name)
         try:
             for kind, names in away.items():
                 self._move(model, kind, names)
@@ -77,12 +78,15 @@ class PlacedModel(Model):
 
 
 def place_weights(model: Model, backends: Sequence[Backend], n_gpu_layers: int | None = None,
-                  overrides: Mapping[str, Backend | str] | None = None, shares: Sequence[float] | None = None) -> PlacedModel:  # fmt: skip
+                  overrides: Mapping[str, Backend | str] | None = None, shares: Sequence[float] | None = None,
+                  pinned: BufferType | None = None) -> PlacedModel:  # fmt: skip
     """Put weights on devices as llama.cpp does.
 
     n_gpu_layers: how many layers go to the GPUs, counted from the end, the output as one more (default: all). shares: how
     the layers are divided among several GPUs (default: evenly). overrides: pattern of a weight's name -> backend, or its
     name; the first that is found decides: `{"_exps": "CPU"}` leaves all experts on the host. The embedding stays there, too.
+    pinned: what stays on the host is copied into this memory, from which devices copy by themselves (`--no-mmap`): a CudaBackend's
+    `host_buffer_type`, or that of a simulated machine's host.
     """
     hp = model.hparams
     gpus, cpu = [b for b in backends if b.device_type is DeviceType.GPU], backends[-1]
@@ -115,7 +119,7 @@ def place_weights(model: Model, backends: Sequence[Backend], n_gpu_layers: int |
     homes = {name: home(name) for name in names}
     if "output.weight" not in model.weights and homes["output.weight"].buffer_type.is_host:
         del homes["output.weight"]  # tied to the embedding and beside it
-    return PlacedModel(model, homes, layers[:-1])
+    return PlacedModel(model, homes, layers[:-1], pinned)
 
 
 def home_of_layer(i: int, n_layers: int, n_gpu: int, gpus: Sequence[Backend], cpu: Backend, shares: Sequence[float]) -> Backend:

@@ -199,7 +199,7 @@ class Session:
         step, plan = self._step(n + skip, self.cache.n_kv(), n_outputs, recording)
         fill_inputs(step, self.cache, tokens[rows], positions[rows], seqs[rows], cells[rows], out_rows)
         plan.run()
-        (self.scheduler or self.backend).synchronize()
+        (self.scheduler or self.backend).synchronize(copies=False)
         if recording:
             assert self._recorder is not None
             self._recorder.add(step.routings, np.stack([tokens, positions, seqs], 1), skip)

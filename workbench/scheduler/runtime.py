@@ -79,10 +79,10 @@ class Runtime:
 
     # ---- waiting
 
-    def synchronize(self) -> None:
-        """Wait for all backends."""
+    def synchronize(self, copies: bool = True) -> None:
+        """Wait for all backends; between splits copy streams go on, which nothing but events waits for."""
         for b in self.backends:
-            b.synchronize()
+            b.synchronize(copies)
         self._busy.clear()
 
     @contextmanager
@@ -103,13 +103,13 @@ class Runtime:
         if event is not None:
             event.synchronize()
         else:
-            self.backends[backend].synchronize()
+            self.backends[backend].synchronize(copies=False)
 
     def _await_neighbours(self, backend: int) -> None:
         """Wait for busy backends that work on memory which this one works on, too."""
         for other in self._neighbours[backend]:
             if other in self._busy:
-                self.backends[other].synchronize()
+                self.backends[other].synchronize(copies=False)
                 self._busy.discard(other)
 
     # ---- running
@@ -154,7 +154,7 @@ class Runtime:
     def _copy_user_input(self, tensor: Tensor, copy: Tensor, home: int, b: int) -> None:
         """At once: the user may overwrite it as soon as we return."""
         if self.mend and home in self._busy:  # a node may have written to it
-            self.backends[home].synchronize()
+            self.backends[home].synchronize(copies=False)
         self._await(b)
         copy_tensor(tensor, copy, self.trace)
 
@@ -164,11 +164,11 @@ class Runtime:
         if event is not None:
             self.backends[b].wait_event(event)
         else:
-            self.backends[b].synchronize()
+            self.backends[b].synchronize(copies=False)
 
     def _copy_blocking(self, tensor: Tensor, copy: Tensor, home: int, b: int) -> None:
         """Where no asynchronous copy is possible."""
-        self.backends[home].synchronize()
+        self.backends[home].synchronize(copies=False)
         self._await(b)
         copy_tensor(tensor, copy, self.trace)
 
@@ -189,7 +189,7 @@ class Runtime:
         if not self._taken or self.hooks.holding:
             return True
         whole, self._taken = self._taken, []
-        backend.synchronize()
+        backend.synchronize(copies=False)
         return all(not self._asked(callback, node, True) or self._asked(callback, node, False) for node in whole)
 
     def _compute_observed(self, split: Split, nodes: list[Tensor], backend: Backend, callback: EvalCallback) -> bool:
@@ -200,7 +200,7 @@ class Runtime:
             if not wanted and i < len(nodes) - 1:
                 continue
             backend.compute_async(self.part((split.uid, len(nodes), start, i), nodes[start : i + 1]))
-            backend.synchronize()
+            backend.synchronize(copies=False)
             start = i + 1
             if wanted and not self._asked(callback, node, False):
                 return False

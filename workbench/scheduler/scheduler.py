@@ -463,10 +463,10 @@ class Scheduler:
             return self._runtime.run(self.splits)
 
     @_in_turn
-    def synchronize(self) -> None:
-        """Wait for all backends (`ggml_backend_sched_synchronize`)."""
+    def synchronize(self, copies: bool = True) -> None:
+        """Wait for all backends (`ggml_backend_sched_synchronize`), and for what was prefetched: results do not need the latter."""
         with self._runtime.giving_up():
-            self._runtime.synchronize()
+            self._runtime.synchronize(copies)
         if not self._is_allocated:
             self._next_slot = 0  # the same slot at each step keeps addresses the same
 

@@ -129,7 +129,7 @@ class UsedExperts(Mover):
             return False
         if not route.may_be_partial(copy):
             return False
-        route.backend_of(weight).synchronize()
+        route.backend_of(weight).synchronize(copies=False)
         ids, home = self._where_ids_are(route, target, split, position, node)
         if not ids.n_elements:
             return True
@@ -162,7 +162,7 @@ def used_experts(ids: Tensor, home: Backend, weight: Tensor) -> list[int]:
 def read_ids(ids: Tensor, home: Backend, weight: Tensor) -> np.ndarray:
     """The ids [T, k] as the host sees them, which waits for them. Raises ParameterError for an expert that the weight does not have."""
     raw = home.get_async(ids)
-    home.synchronize()
+    home.synchronize(copies=False)
     values = np.ndarray(ids.ne[1::-1], np.int32, raw, 0, ids.nb[1::-1])
     if values.size and not 0 <= (lowest := values.min()) <= (highest := values.max()) < weight.ne[2]:
         wrong = lowest if lowest < 0 else highest
