@@ -26,7 +26,7 @@ from workbench.devices.backend import Backend, BufferType, DeviceType, Event, No
 from workbench.devices.cpu import ROUNDINGS, why_no_kernel
 from workbench.devices.cuda_memory import CudaBuffer, CudaMemory, PinnedMemory, Staging, copy_between
 from workbench.devices.plan import Plan
-from workbench.errors import AllocationError, DependencyError, ParameterError, StorageError, shown
+from workbench.errors import DependencyError, ParameterError, StorageError, shown
 from workbench.kernels import grouped
 from workbench.kernels.blocks import Rows
 from workbench.kernels.kernel import HABITS, Habits, Kernel
@@ -92,11 +92,6 @@ class CudaEvent:
         """Mark the work asked for so far."""
         self.backend.note("event_record", device=self.backend.name, event=self.name)
         self.mark.record(self.backend.stream)
-
-    @property
-    def pending(self) -> bool:
-        """Whether the card has not come to the mark."""
-        return not self.mark.done
 
     def synchronize(self) -> None:
         """Let the host wait for the mark."""
@@ -388,7 +383,7 @@ class CudaBackend(Backend):
         if copies:
             self.copy_stream.synchronize()
         self._in_flight.clear()
-        while self._fetching and not self._fetching[0][0].pending:
+        while self._fetching and self._fetching[0][0].done:
             self._fetching.popleft()
         self._note_spans()
         self._raise_wrong()

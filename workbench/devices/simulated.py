@@ -253,11 +253,6 @@ class SimulatedEvent:
         self.device.note("event_record", device=self.device.name, event=self.name)
         self.time = self.device.free_at
 
-    @property
-    def pending(self) -> bool:
-        """Whether the mark lies behind what the device's compute stream was asked for."""
-        return self.time > self.device.free_at
-
     def synchronize(self) -> None:
         """Let the host wait for the mark."""
         if self.device.machine.leaves_out("event_sync", self.name):
