@@ -6,12 +6,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 
 import numpy as np
 
 from workbench.devices.backend import Backend
 from workbench.devices.simulated import simulated_machine
-from workbench.errors import ModelError, ParameterError, shown
+from workbench.errors import AllocationError, ModelError, ParameterError, shown
 from workbench.expertflow.cache import ExpertCache, Future, policy_named
 from workbench.expertflow.engine import Counters, ExpertEngine, expert_weights
 from workbench.expertflow.forecast import Forecaster
@@ -44,7 +45,8 @@ class Offloaded:
         pool, session = self.engine.pool, self.session
         buffers = getattr(session.model, "buffers", [])
         forecast = self.engine.forecast
-        return {"weights": sum(b.size for b in buffers), "cache": pool.nbytes, "queues": 0,
+        weights = sum(b.size for b in buffers if not b.buffer_type.is_host)
+        return {"weights": weights, "cache": pool.nbytes, "queues": 0,
                 "predictor": forecast.nbytes if forecast is not None else 0,
                 "activations": self.scheduler.buffer_size(pool.device), "kv": session.cache.nbytes}  # fmt: skip
 
@@ -88,15 +90,17 @@ def budget_bytes(model: Model, budget: int | float | str) -> int:
 
 
 def offload(model: Model, budget: int | float | str, *, policy: str = "lru", scope: str = "global", forecast: Forecaster | None = None,
-            storage: str | None = None, host_below: int | str = 0, prefetches: int = 4, backends: Sequence[Backend] | str | None = None,
-            n_ctx: int | None = None, n_batch: int = 512, n_seq_max: int = 1, recording: bool = False, verify: bool = False,
-            scrub: bool = False, future: Future | None = None, hot: np.ndarray | None = None,
-            trace: Trace | None = None) -> Offloaded:  # fmt: skip
+            storage: str | None = None, mmap: bool = True, host_below: int | str = 0, prefetches: int = 4,
+            backends: Sequence[Backend] | str | None = None, n_ctx: int | None = None, n_batch: int = 512, n_seq_max: int = 1,
+            recording: bool = False, verify: bool = False, scrub: bool = False, future: Future | None = None,
+            hot: np.ndarray | None = None, trace: Trace | None = None) -> Offloaded:  # fmt: skip
     """Open a session over `model` whose experts have `budget` bytes on the device.
 
     policy, scope, future, hot: see `ExpertCache`; forecast, host_below, prefetches: see `ExpertEngine`. storage: the experts are converted
-    on the host first (`precision.store_experts`), and all bytes are those of the converted ones. backends: a machine, or a preset's
-    name, such as "rtx3090-pcie4" (default: a round-numbered simulated card), whose first device computes the experts of any batch.
+    on the host first (`precision.store_experts`), and all bytes are those of the converted ones. mmap: what stays on the host stays in
+    the mapped file, which is pageable: a copy from there keeps the host waiting, so that a prefetch hides nothing; without, it is copied
+    into pinned memory, from which a card copies while the host goes on. backends: a machine, or a preset's name, such as
+    "rtx3090-pcie4" (default: a round-numbered simulated card), whose first device computes the experts of any batch.
     verify: compare what products read with the host's bytes; scrub: overwrite what is evicted. Raises ParameterError where the budget is
     below the experts of one token, with the least that works.
     """
@@ -115,21 +119,28 @@ def offload(model: Model, budget: int | float | str, *, policy: str = "lru", sco
         backends = simulated_machine(backends or 1, offload_min_batch=1)
     k, n_expert = model.hparams.n_expert_used, model.hparams.n_expert
     staging = k if made.needs == "hot" else 0
-    host = model if storage is None else store_experts(model, storage)
-    weights, layers = expert_weights(host), list(weights)
-    share = len(layers) if scope == "layer" else 1
-    placed = place_weights(host, backends, overrides={r"_exps\.weight": backends[-1]})
-    try:
-        pool = ExpertPool(backends[0], weights, budget_bytes(host, budget), least=k * share + staging, scrub=scrub, verify=verify)
-        members = {size: sum(s == size for s in pool.sizes.values()) for size in pool.classes}
-        slots = {size: (len(found) - staging) // (members[size] if scope == "layer" else 1) for size, found in pool.classes.items()}
-        cache = ExpertCache(policy, slots, layers, n_expert, scope=scope, sizes=[pool.sizes[i] for i in layers], least=k,
-                            future=future, hot=hot)  # fmt: skip
-        engine = ExpertEngine(pool, cache, forecast, host_below=host_below, prefetches=prefetches, staging=staging)
-        scheduler = Scheduler(backends, transfer=engine)
-        session = Session(placed, n_ctx, n_batch, n_seq_max, scheduler=scheduler, recording=recording)
-    except BaseException:
-        placed.close()
-        raise
+    with ExitStack() as opened:
+        host = model if storage is None else opened.enter_context(store_experts(model, storage))
+        pinned = None if mmap else getattr(backends[0], "host_buffer_type", backends[-1].buffer_type)
+        placed = place_weights(host, backends, overrides={r"_exps\.weight": backends[-1]}, pinned=pinned)
+        opened.callback(placed.close)
+        weights, layers, room = expert_weights(placed), list(weights), budget_bytes(host, budget)
+        share = len(layers) if scope == "layer" else 1
+        try:
+            pool = ExpertPool(backends[0], weights, room, least=k * share + staging, scrub=scrub, verify=verify)
+            opened.callback(pool.close)
+            members = {size: sum(s == size for s in pool.sizes.values()) for size in pool.classes}
+            slots = {size: (len(found) - staging) // (members[size] if scope == "layer" else 1) for size, found in pool.classes.items()}
+            cache = ExpertCache(policy, slots, layers, n_expert, scope=scope, sizes=[pool.sizes[i] for i in layers], least=k,
+                                future=future, hot=hot)  # fmt: skip
+            engine = ExpertEngine(pool, cache, forecast, host_below=host_below, prefetches=prefetches, staging=staging)
+            scheduler = Scheduler(backends, transfer=engine)
+            session = Session(placed, n_ctx, n_batch, n_seq_max, scheduler=scheduler, recording=recording)
+        except AllocationError as e:
+            rest = sum(b.size for b in placed.buffers if b.buffer_type is backends[0].buffer_type)
+            raise AllocationError(f"slots of {room:,} bytes for experts beside {rest:,} bytes of weights on {backends[0].name}: {e.found}",
+                                  "both, KV cache and intermediate results within the device's memory",
+                                  "a smaller expert budget, n_ctx or n_batch") from None  # fmt: skip
+        opened.pop_all()
     scheduler.trace = trace
     return Offloaded(session, engine, scheduler, host, own_host=storage is not None)
