@@ -6,7 +6,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from workbench.errors import ParameterError
-from workbench.expertflow.batching import FOREVER, LATENCY, THROUGHPUT, Limits, Readings, TokenQueues, worthwhile
+from workbench.expertflow.batching import (
+    FOREVER,
+    LATENCY,
+    THROUGHPUT,
+    Announced,
+    Limits,
+    Readings,
+    TokenQueues,
+    worthwhile,
+)
 from workbench.expertflow.timing import costs
 
 
@@ -126,7 +135,8 @@ def test_the_threshold_is_where_computing_takes_longer_than_loading():
     assert b > 100                                                               # the seed: "some tens or hundreds"
 
 
-@pytest.mark.parametrize("wrong", [{"capacity": 0}, {"max_wait": -1}, {"threshold": 0}, {"merge": 0}])
+@pytest.mark.parametrize("wrong", [{"capacity": 0}, {"max_wait": -1}, {"max_wait": float("inf")}, {"max_wait": float("nan")}, {"capacity": 2.5},
+                                   {"threshold": 0}, {"merge": 0}])  # fmt: skip
 def test_limits_that_make_no_sense(wrong):
     with pytest.raises(ParameterError):
         Limits(**wrong)
@@ -139,6 +149,32 @@ def test_classes_and_bad_tokens():
     for wrong in ((0, 0, [3, 4]), (1, 0, [1]), (1, 0, [1, 1])):
         with pytest.raises(ParameterError):
             queues.add(*wrong, 0)
+
+
+def test_what_was_announced_stands_until_the_token_is_there():
+    said = Announced()
+    said.say(1, 3, {0: 0.9, 5: 0.5})
+    said.say(2, 3, {5: 0.75})
+    said.say(1, 4, {7: 1.0})
+    assert said.wanted(3, 5) == 1.25 and said.wanted(3, 1) == 0 and said.missing(lambda *key: False) == (3, 5)
+    assert said.missing(lambda layer, e: (layer, e) == (3, 5)) == (4, 7)
+    said.arrived(1, 3)
+    assert said.sums == {(3, 5): 0.75, (4, 7): 1.0}
+    said.forget(1)
+    assert said.sums == {(3, 5): 0.75}
+    said.arrived(2, 3)
+    assert said.missing(lambda *key: False) is None
+
+
+def test_a_load_is_what_a_batch_takes_beyond_one_without():
+    readings = Readings()
+    readings.loaded(4, 900)                                          # nothing to compare with yet
+    assert not readings.loads
+    readings.batches.append((2, 300))
+    readings.loaded(4, 900)                                          # one size only: taken as flat
+    readings.batches.append((6, 500))                                # 200 + 50 n
+    readings.loaded(4, 900)
+    assert list(readings.loads) == [600, 500]
 
 
 def test_limits_follow_what_was_measured():

@@ -1,5 +1,8 @@
 """Serving in virtual time: what holds for any limits, and what waiting does and does not gain."""
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -7,11 +10,15 @@ from hypothesis import strategies as st
 from workbench.errors import ParameterError
 from workbench.expertflow import sources
 from workbench.expertflow.batching import FOREVER, LATENCY, THROUGHPUT, Limits
-from workbench.expertflow.serving import serve
+from workbench.expertflow.predictors import Oracle
+from workbench.expertflow.replay import forecast_of, seen_routes
+from workbench.expertflow.scoring import top
+from workbench.expertflow.serving import _Server, serve
 from workbench.expertflow.timing import costs
 
 COSTS = costs("Mixtral-8x7B", kind="q4_0")
 ROUTES = sources.load("tiny-mixtral").trace
+TRUE = replace(forecast_of(Oracle(), seen_routes(ROUTES), top(2)), ahead=1)
 
 
 @settings(max_examples=40, deadline=None)
@@ -59,11 +66,40 @@ def test_a_configuration_must_fit_the_trace():
         serve(ROUTES, costs("LLaMA-MoE-v1-3.5B"), LATENCY, 24)
 
 
-def test_capacity_follows_free_memory_and_the_predicted_come_first():
+def test_capacity_follows_free_memory():
     row, queues = 2 * COSTS.shape.d, ROUTES.n_layers * ROUTES.n_expert
     out = serve(ROUTES, COSTS, Limits(64, FOREVER), 24, n_requests=16, n_tokens=6, adapt=4, free=2 * row * queues)
     assert out.n_tokens == 96 and max(n for n, _ in out.batches[8:]) <= 2
-    plain = serve(ROUTES, COSTS, LATENCY, 24, n_requests=16, n_tokens=6)
-    asked = []
-    hinted = serve(ROUTES, COSTS, Limits(64, FOREVER), 24, n_requests=16, n_tokens=6, wanted=lambda *key: float(len(asked.append(key) or "x")))
-    assert asked and hinted.n_tokens == plain.n_tokens
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.dictionaries(st.integers(0, 11), st.integers(0, 3 * 10**9), max_size=12), st.sampled_from([0, 10**7, FOREVER]), st.integers(1, 4),
+       st.integers(4, 48), st.sampled_from([0, 10**8]), st.booleans())
+def test_a_request_withdrawn_at_any_time_leaves_nothing(withdraw, max_wait, merge, slots, every, forecast):
+    told = TRUE if forecast else None
+    server = _Server(ROUTES, COSTS, Limits(32, max_wait, None, merge), slots, 12, 3, every, "lru", None)
+    server.forecast, server.withdraw = told, dict(withdraw)
+    out = server.run()
+    assert not server.queues.queues and not server.queues.missing and not server.announced.sums
+    assert not (server.prepared or server.loading or server.arrivals)
+    assert 36 - 3 * out.withdrawn <= out.n_tokens <= 36 - out.withdrawn and out.withdrawn <= len(withdraw)
+    whole = 12 - out.withdrawn
+    assert sum(n for n, _ in out.batches) >= whole * 3 * ROUTES.n_layers * ROUTES.k
+    assert out.longest_wait >= 0 and len(out.latencies) == out.n_tokens
+
+
+def test_withdrawn_before_it_comes_it_takes_nothing():
+    few = serve(ROUTES, COSTS, LATENCY, 24, n_requests=4, n_tokens=3)
+    many = serve(ROUTES, COSTS, LATENCY, 24, n_requests=8, n_tokens=3, withdraw=dict.fromkeys(range(4, 8), 0))
+    assert (many.n_tokens, many.ns, many.loads, many.withdrawn) == (few.n_tokens, few.ns, few.loads, 4)
+
+
+def test_forecasts_shorten_waits_of_one_stream_and_a_wrong_one_costs():
+    right, wrong = TRUE, replace(TRUE, wanted=np.roll(TRUE.wanted, 3, 2))
+    plain, helped, misled = (serve(ROUTES, COSTS, LATENCY, 40, n_requests=1, forecast=f) for f in (None, right, wrong))
+    assert plain.prefetches == 0 and helped.useful == helped.prefetches > 0
+    assert helped.throughput > plain.throughput > misled.throughput and misled.useful < misled.prefetches
+    named = serve(ROUTES, COSTS, LATENCY, 40, n_requests=1, forecast=right, prefetch=False)
+    assert named.ns == plain.ns                                                  # a single token: there are no equals to choose from
+    with pytest.raises(ParameterError):
+        serve(ROUTES, COSTS, LATENCY, 40, forecast=replace(right, wanted=right.wanted[:, :9]))

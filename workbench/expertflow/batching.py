@@ -10,7 +10,7 @@ costs of a published model, `segments` over real tensors.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -54,9 +54,10 @@ class Limits:
     merge: int = 1
 
     def __post_init__(self) -> None:
-        if self.capacity < 1 or self.max_wait < 0 or self.merge < 1 or (self.threshold is not None and self.threshold < 1):
+        numbers = (self.capacity, 1), (self.max_wait, 0), (self.merge, 1), (1 if self.threshold is None else self.threshold, 1)
+        if not all(isinstance(n, int | np.integer) and n >= least for n, least in numbers):
             raise ParameterError(f"capacity={self.capacity}, max_wait={self.max_wait}, threshold={self.threshold}, merge={self.merge}",
-                                 "a capacity, a threshold and a number of queues of 1 or more, a wait of 0 ns or more",
+                                 "whole numbers: a capacity, a threshold and a number of queues of 1 or more, a wait of 0 ns or more",
                                  "max_wait=batching.FOREVER waits as long as there is something else to do")  # fmt: skip
 
 
@@ -86,6 +87,18 @@ class Readings:
         self.loads: deque[float] = deque(maxlen=window)  # ns
         self.batches: deque[tuple[int, float]] = deque(maxlen=window)  # (tokens, ns)
 
+    def loaded(self, n: int, ns: float) -> None:
+        """A batch of `n` tokens took `ns`, the load of its expert included: what is beyond a batch without one was the load."""
+        if self.batches:
+            start, slope = self._line()
+            self.loads.append(max(0.0, ns - start - slope * n))
+
+    def _line(self) -> tuple[float, float]:
+        """A straight line through the batches: nanoseconds of one without tokens, and of each token more."""
+        n, ns = np.array(self.batches, float).T
+        slope = float(np.cov(n, ns, bias=True)[0, 1] / n.var()) if n.var() else 0.0
+        return float(ns.mean() - slope * n.mean()), slope
+
     def threshold(self, most: int = 4096) -> int | None:
         """The fewest tokens whose batch takes longer than a load: the median load, and a straight line through the batches.
 
@@ -93,10 +106,7 @@ class Readings:
         """
         if not self.loads or len({n for n, _ in self.batches}) < 2:
             return None
-        n, ns = np.array(self.batches, float).T
-        slope = float(np.cov(n, ns, bias=True)[0, 1] / n.var())
-        start = float(ns.mean() - slope * n.mean())
-        load = float(np.median(self.loads))
+        (start, slope), load = self._line(), float(np.median(self.loads))
         if load < start + slope:
             return 1
         return most if slope <= 0 else max(1, min(most, int((load - start) / slope) + 1))
@@ -106,11 +116,52 @@ class Readings:
         return replace(base, threshold=self.threshold() or base.threshold, capacity=max(1, free // (row_bytes * n_queues)))
 
 
+class Announced:
+    """What forecasts say of tokens on their way: the experts that layers to come will be asked for. It stands until the token is there
+    or withdrawn, so that queues of announced experts, and these experts, can get resources first (the seed's section 3.3)."""
+
+    def __init__(self) -> None:
+        self._said: dict[tuple[int, int], Mapping[int, float]] = {}  # (token, layer) -> expert -> probability
+        self._sums: dict[tuple[int, int], float] | None = None
+
+    def say(self, token: int, layer: int, scores: Mapping[int, float]) -> None:
+        """A token will want these experts of a layer, each with a probability."""
+        self._said[token, layer], self._sums = scores, None
+
+    def arrived(self, token: int, layer: int) -> None:
+        """The layer's router has spoken: what was said of it is past."""
+        if self._said.pop((token, layer), None) is not None:
+            self._sums = None
+
+    def forget(self, token: int) -> None:
+        """The token does not come."""
+        self._said, self._sums = {key: said for key, said in self._said.items() if key[0] != token}, None
+
+    @property
+    def sums(self) -> dict[tuple[int, int], float]:
+        """Tokens expected at each (layer, expert)."""
+        if self._sums is None:
+            self._sums = {}
+            for (_, layer), scores in self._said.items():
+                for expert, p in scores.items():
+                    self._sums[layer, expert] = self._sums.get((layer, expert), 0.0) + p
+        return self._sums
+
+    def wanted(self, layer: int, expert: int) -> float:
+        """Tokens expected there."""
+        return self.sums.get((layer, expert), 0.0)
+
+    def missing(self, there: Callable[[int, int], bool]) -> tuple[int, int] | None:
+        """The (layer, expert) that most tokens are expected at, of those that are not there; None where all are."""
+        found = [(-n, key) for key, n in self.sums.items() if not there(*key)]
+        return min(found)[1] if found else None
+
+
 class TokenQueues:
     """A queue for each expert of each layer, and the rules by which they are served.
 
     k: experts of a token; resident: asked whether (layer, expert) is in a slot; wanted: asked how likely it is to be used soon, for which
-    of two equals comes first. waits: the longest that each served token had waited.
+    of two equals comes first. longest_wait, waited: of the tokens served so far, the longest, and all of them together.
     """
 
     def __init__(self, limits: Limits, k: int, threshold: int, resident: Callable[[int, int], bool] = lambda layer, expert: False,
@@ -119,7 +170,7 @@ class TokenQueues:
         self.threshold = limits.threshold or threshold
         self.queues: dict[tuple[int, int], deque[Waiting]] = {}
         self.missing: dict[int, int] = {}  # token -> results still to come
-        self.longest_wait = 0
+        self.longest_wait = self.waited = 0
 
     def adapt(self, limits: Limits) -> None:
         """Other limits from now on, those of `Readings` for example; whoever waits stays where it is."""
@@ -209,5 +260,6 @@ class TokenQueues:
         tokens = tuple(queue.popleft() for _ in range(min(len(queue), self.limits.capacity)))
         if not queue:
             del self.queues[key]
-        self.longest_wait = max([self.longest_wait, *(now - w.since for w in tokens)])
+        waits = [now - w.since for w in tokens]
+        self.longest_wait, self.waited = max([self.longest_wait, *waits]), self.waited + sum(waits)
         return Batch(*key, tokens, cause)

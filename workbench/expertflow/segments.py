@@ -3,19 +3,27 @@
 A layer is two kinds of graph: attention with the router, for the requests that are ready for it; and one expert's network, for the tokens
 in its queue. Both run through the scheduler, with the engine bringing experts into their slots; a token's k results are added up in
 the order of its router's choice. Rows are computed in other company than in one graph for all, so results agree closely, not bit for bit.
+
+Between two graphs everything may change: limits follow what was measured, requests are withdrawn, and a run's forecaster says what
+the next layers will want, so that a link that nobody needs brings it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from workbench.cgraph import CGraph
+from workbench.devices.backend import Backend
 from workbench.errors import ModelError, ParameterError
-from workbench.expertflow.batching import Batch, Limits, TokenQueues
+from workbench.expertflow.batching import Announced, Batch, Limits, Readings, TokenQueues
+from workbench.expertflow.forecast import Forecaster
+from workbench.expertflow.monitor import Monitor
 from workbench.expertflow.offload import Offloaded
 from workbench.models.session import bucket
 from workbench.models.transformer import Builder
@@ -67,69 +75,109 @@ class SegmentServer:
     """Decodes several sequences through token queues.
 
     run: a model with an expert budget, its sequences filled with prompts already (`run.session.decode`). limits: of the queues; their
-    clock counts actions, so max_wait is a number of attention and expert graphs. batches: (layer, expert, tokens, cause) of each
-    expert graph.
+    clock counts actions, so max_wait is a number of attention and expert graphs. adapt: expert graphs after which the threshold follows
+    the measured times of loads and batches (0: never), and with a `monitor` the capacity follows the device's free memory. between: called
+    before each graph. batches: (layer, expert, tokens, cause) of each expert graph. The run's forecaster, if it has one, announces experts.
     """
 
-    def __init__(self, run: Offloaded, limits: Limits, threshold: int = 2) -> None:
+    def __init__(self, run: Offloaded, limits: Limits, threshold: int = 2, *, adapt: int = 0, monitor: Monitor | None = None,
+                 between: Callable[[], object] = lambda: None) -> None:  # fmt: skip
         self.run, self.session, self.model = run, run.session, run.session.model
         hp = self.model.hparams
         if not hp.moe_layers or hp.traits.late_rows or hp.window:
             raise ModelError(f"{self.model.name} ({hp.arch})", "a mixture of experts of the llama or deepseek form without sliding windows")
-        self.queues = TokenQueues(limits, hp.n_expert_used, threshold, lambda layer, e: (layer, e) in run.engine.pool.where)
-        self.now = 0
+        self.announced, self.readings, self.adapt, self.monitor, self.between = Announced(), Readings(), adapt, monitor, between
+        self.queues = TokenQueues(limits, hp.n_expert_used, threshold, self._is_there, self.announced.wanted)
+        self.now = self.took = 0  # actions; nanoseconds of the last graph
         self.batches: list[tuple[int, int, int, str]] = []
+        self.forecast: Forecaster | None = None  # the run's, during a step
+        self._on_way: dict[int, Request] = {}
+        self._withdrawn: set[int] = set()
+        self._changing = threading.Lock()
         self._attentions: dict[tuple[int, int, int], _Attention] = {}
         self._experts: dict[tuple[int, int], _Expert] = {}
 
+    def _is_there(self, layer: int, expert: int) -> bool:
+        return (layer, expert) in self.run.engine.pool.where
+
     def step(self, tokens: dict[int, int]) -> dict[int, np.ndarray]:
-        """One more token of each sequence (sequence -> token id); the logits (n_vocab,) of each. All of them or none: where anything
-        fails, their cells of the cache are given back."""
+        """One more token of each sequence (sequence -> token id); the logits (n_vocab,) of each that was not withdrawn. Where anything
+        fails, none has it: their cells of the cache are given back."""
         if not tokens:
             raise ParameterError("no sequence to decode", "at least one: {sequence: token}")
-        session, requests = self.session, [Request(seq, token) for seq, token in tokens.items()]
-        at = np.array([session.n_past(r.seq) for r in requests])
-        cells = session.cache.take(np.array([r.seq for r in requests]), at)
+        session, engine = self.session, self.run.engine
+        at = [session.n_past(seq) for seq in tokens]
+        cells = session.cache.take(np.array(list(tokens)), np.array(at)).tolist()
+        self._on_way = {seq: Request(seq, t, cell=c, position=p) for (seq, t), c, p in zip(tokens.items(), cells, at, strict=True)}
+        self.forecast, engine.forecast = engine.forecast, None  # an expert's graph does not know whom its tokens belong to
         try:
-            rows = self._embedded([r.token for r in requests])
-            for r, cell, position, row in zip(requests, cells.tolist(), at.tolist(), rows, strict=True):
-                r.cell, r.position, r.state = cell, position, row
-            self._all_layers(requests)
-            logits = self._logits(np.stack([r.state for r in requests]))
-        except BaseException:
-            session.cache.give_back(cells)
-            for r in requests:
-                self.queues.cancel(r.seq)
-            raise
-        for r in requests:
-            session._next[r.seq] += 1
-        return {r.seq: row for r, row in zip(requests, logits, strict=True)}
+            for r, row in zip(self._on_way.values(), self._embedded(list(tokens.values())), strict=True):
+                r.state = row
+            self._all_layers()
+            left = list(self._on_way.values())
+            logits = self._logits(np.stack([r.state for r in left])) if left else ()
+            with self._changing:  # from here on it is too late to withdraw
+                self._leave()
+                found = {r.seq: row for r, row in zip(left, logits, strict=True) if r.seq in self._on_way}
+                self._on_way = {}
+        finally:
+            engine.forecast, self._withdrawn = self.forecast, set(self._on_way)
+            self._leave()  # where anything failed: all that are left
+            self._withdrawn = set()
+        for seq in found:
+            session._next[seq] += 1
+        return found
 
-    def _all_layers(self, requests: Sequence[Request]) -> None:
-        by_seq, n_layer = {r.seq: r for r in requests}, self.model.hparams.n_layer
-        while any(r.layer < n_layer for r in requests):
-            if self._serve(by_seq, idle=False):
+    def cancel(self, seq: int) -> bool:
+        """Withdraw a sequence's token from the step that runs, from `between` or from another thread: before the next graph it leaves all
+        queues and gives its cell back, and the sequence is as before the step. False where it is not on its way."""
+        with self._changing:
+            if seq in self._on_way:
+                self._withdrawn.add(seq)
+            return seq in self._on_way
+
+    def _leave(self) -> None:
+        """Whoever was withdrawn goes."""
+        for seq in self._withdrawn & self._on_way.keys():
+            self.session.cache.give_back(np.array([self._on_way.pop(seq).cell]))
+            self.queues.cancel(seq)
+            self.announced.forget(seq)
+
+    def _all_layers(self) -> None:
+        n_layer = self.model.hparams.n_layer
+        while self._changed() and any(r.layer < n_layer for r in self._on_way.values()):
+            if self._serve(idle=False):
                 continue
-            ready = [r for r in requests if r.layer < n_layer and r.hidden is None]
+            ready = [r for r in self._on_way.values() if r.layer < n_layer and r.hidden is None]
             if ready:
                 layer = max((r.layer for r in ready), key=lambda i: (sum(r.layer == i for r in ready), -i))
                 self._attend([r for r in ready if r.layer == layer], layer)
-            elif not self._serve(by_seq, idle=True):
+            elif not self._serve(idle=True):
                 raise ModelError("tokens wait and no queue is served", "one of both")
             self.now += 1
 
+    def _changed(self) -> bool:
+        """Between two graphs: somebody else has a say, and whoever was withdrawn goes. Whether anybody is left."""
+        self.between()
+        with self._changing:
+            self._leave()
+        return bool(self._on_way)
+
     # ---- experts
 
-    def _serve(self, by_seq: dict[int, Request], idle: bool) -> bool:
+    def _serve(self, idle: bool) -> bool:
         batches = self.queues.next(self.now, idle)
-        for batch in batches:
-            self._compute(batch, by_seq)
+        for i, batch in enumerate(batches):
+            if i:
+                self._changed()
+            if left := tuple(w for w in batch.tokens if w.token in self._on_way):
+                self._compute(batch._replace(tokens=left))
             self.now += 1
         return bool(batches)
 
-    def _compute(self, batch: Batch, by_seq: dict[int, Request]) -> None:
-        waiting = [(w, by_seq[w.token]) for w in batch.tokens]
-        n = len(waiting)
+    def _compute(self, batch: Batch) -> None:
+        waiting = [(w, self._on_way[w.token]) for w in batch.tokens]
+        n, counters = len(waiting), self.run.counters
         e = self._expert_graph(batch.layer, bucket(n))
         rows = np.zeros(e.x.shape if e.x.ne[1] > 1 else (1, e.x.ne[0]), np.float32)
         weights = np.zeros(len(rows), np.float32)
@@ -137,12 +185,46 @@ class SegmentServer:
             rows[i], weights[i] = r.hidden[1], r.hidden[3][w.rank]
         rows[n:] = rows[0]
         ids = np.full((len(rows), 1), batch.expert, np.int32)
+        loads, ahead = counters.loads, counters.prefetches
         [out] = self._run(e.graph, {e.x: rows, e.ids: ids, e.weights: weights.reshape(-1, 1, 1)}, e.out)
         for i, (w, r) in enumerate(waiting):
             r.results[w.rank] = out.reshape(len(rows), -1)[i]
         self.batches.append((batch.layer, batch.expert, n, batch.cause))
+        if counters.prefetches == ahead:  # else the time is that of another load besides
+            if counters.loads > loads:
+                self.readings.loaded(n, self.took)
+            else:
+                self.readings.batches.append((n, self.took))
+        if self.adapt and len(self.batches) % self.adapt == 0:
+            self._adapt()
         for seq in self.queues.done(w.token for w, _ in waiting):
-            self._join(by_seq[seq])
+            self._join(self._on_way[seq])
+
+    def _adapt(self) -> None:
+        """The threshold from the readings; the capacity from what the account leaves for queues, those there are included."""
+        hp, limits, monitor = self.model.hparams, self.queues.limits, self.monitor
+        row, queues = 4 * hp.n_embd, len(hp.moe_layers) * hp.n_expert
+        free = limits.capacity * row * queues
+        if monitor is not None:
+            mine = {"queues": self.queues.n_waiting * row, "predictor": self.forecast.nbytes if self.forecast is not None else 0}
+            for part, nbytes in {**self.run.memory(), **mine}.items():
+                monitor.account(part, nbytes)
+            free = max(0, monitor.limit - monitor.used + monitor.parts["queues"])
+        self.queues.adapt(self.readings.limits(limits, free, row, queues))
+
+    # ---- forecasts
+
+    def expected(self, r: Request, layer: int, normed: np.ndarray) -> Iterable[tuple[int, Mapping[int, float]]]:
+        """What a request's layers to come will want, said after its router in `layer` read `normed` (D,): (layer, expert -> share)."""
+        return () if self.forecast is None else self.forecast.after(layer, np.array([r.hidden[2]]), normed[None])
+
+    def _prefetch(self) -> None:
+        """While a graph computes, the link brings the expert that most tokens are announced for; those that somebody waits for stay."""
+        engine, wanted = self.run.engine, self.announced.missing(self._is_there)
+        stay = [key for key in self.queues.queues if self._is_there(*key)]
+        if wanted is not None and len(stay) < engine.cache.slots_of(wanted[0]):
+            events = [e for e in engine.cache.bring(*wanted, stay) if e[0] != "hit" and e[3] != "staged"]
+            engine._apply(engine.pool.device, ((kind, layer, expert, "predicted") for kind, layer, expert, _ in events))
 
     @staticmethod
     def _join(r: Request) -> None:
@@ -197,6 +279,10 @@ class SegmentServer:
             r.hidden = rows[a.residual][i].copy(), rows[a.normed][i].copy(), chosen, rows[a.weights][i].copy(), shared
             r.results = np.zeros((len(chosen), self.model.hparams.n_embd), np.float32)
             self.queues.add(r.seq, layer, chosen, self.now)
+            self.announced.arrived(r.seq, layer)
+            for target, scores in self.expected(r, layer, r.hidden[1]):
+                if target > layer:  # of this token, not of the next
+                    self.announced.say(r.seq, target, scores)
 
     def _attention_graph(self, layer: int, n: int, n_kv: int) -> _Attention:
         key = layer, n, n_kv
@@ -239,10 +325,22 @@ class SegmentServer:
         return self._run(b.graph, {x: states}, logits)[0].reshape(n, -1).copy()
 
     def _run(self, graph: CGraph, values: dict[Tensor, np.ndarray], *wanted: Tensor) -> list[np.ndarray]:
-        scheduler = self.run.scheduler
+        scheduler, device = self.run.scheduler, self.run.engine.pool.device
         scheduler.reset()
         scheduler.alloc(graph)
+        begun = self._clock(device)
         for leaf, value in values.items():
             leaf.set(value)
-        scheduler.compute(graph)
-        return [t.numpy() for t in wanted]
+        scheduler.compute_async(graph)
+        if self.run.engine.prefetches and self.announced.sums:
+            with scheduler._runtime.giving_up():
+                self._prefetch()
+        scheduler.synchronize()
+        out = [t.numpy() for t in wanted]
+        self.took = self._clock(device) - begun
+        return out
+
+    @staticmethod
+    def _clock(device: Backend) -> int:
+        """Nanoseconds: virtual on a simulated machine, real elsewhere."""
+        return device.buffer_type.now or time.perf_counter_ns()

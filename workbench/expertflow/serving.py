@@ -8,14 +8,15 @@ other: its next one begins when the last layer has joined the one before.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from workbench.errors import ParameterError
-from workbench.expertflow.batching import FOREVER, Batch, Limits, Readings, TokenQueues, worthwhile
+from workbench.expertflow.batching import FOREVER, Announced, Batch, Limits, Readings, TokenQueues, worthwhile
 from workbench.expertflow.cache import ExpertCache
+from workbench.expertflow.replay import Forecast
 from workbench.expertflow.timing import Costs
 from workbench.moe import RouteTrace
 
@@ -24,7 +25,9 @@ from workbench.moe import RouteTrace
 class Served:
     """What serving took. latencies: nanoseconds from a token's begin to its last layer, scaled; ns: the whole, scaled.
 
-    batches: sizes of the expert batches with their causes; loads: of experts; lengths: (time, places taken in queues) now and then.
+    batches: sizes of the expert batches with their causes; loads: of experts, prefetches: those of them on a forecast, useful: those
+    of these that a batch met; waited: nanoseconds in queues, of all tokens and experts; lengths: (time, places taken in queues) now and
+    then; withdrawn: requests that were.
     """
 
     costs: Costs
@@ -33,6 +36,10 @@ class Served:
     busy: int = 0
     scale: float = 1.0
     loads: int = 0
+    prefetches: int = 0
+    useful: int = 0
+    withdrawn: int = 0
+    waited: int = 0
     longest_wait: int = 0
     latencies: list[int] = field(default_factory=list)
     batches: list[tuple[int, str]] = field(default_factory=list)
@@ -57,6 +64,11 @@ class Served:
         """Expert loads per token of the whole configuration."""
         return self.loads * self.scale / self.n_tokens
 
+    @property
+    def wait(self) -> float:
+        """Milliseconds that a token stands in a queue, on average, unscaled as limits are."""
+        return self.waited / sum(n for n, _ in self.batches) / 1e6
+
     def causes(self) -> dict[str, int]:
         """How many batches were served for which reason."""
         out: dict[str, int] = {}
@@ -66,16 +78,20 @@ class Served:
 
 
 def serve(trace: RouteTrace, costs: Costs, limits: Limits, slots: int, *, n_requests: int = 8, n_tokens: int = 16, every: int = 0,
-          policy: str = "lru", sequences: Sequence[int] | None = None, adapt: int = 0, free: int = 0,
-          wanted: Callable[[int, int], float] = lambda layer, expert: 0.0) -> Served:  # fmt: skip
+          policy: str = "lru", sequences: Sequence[int] | None = None, adapt: int = 0, free: int = 0, forecast: Forecast | None = None,
+          prefetch: bool = True, withdraw: Mapping[int, int] | None = None) -> Served:  # fmt: skip
     """Serve `n_requests` sequences of a trace, `n_tokens` tokens each, one arriving every `every` nanoseconds.
 
     limits: of the queues; slots: of all layers together, as many as k at least. adapt: batches after which threshold and
-    capacity follow what was measured (0: never), with `free` bytes for all queues; wanted: how likely (layer, expert) is to be used soon,
-    for which of two equal queues comes first. Raises ParameterError where the trace has fewer sequences.
+    capacity follow what was measured (0: never), with `free` bytes for all queues. forecast: of this trace; of two equal queues the one
+    for which more tokens are announced comes first, and with `prefetch` an idle link brings what is announced. withdraw: request -> the
+    time at which it is withdrawn. Raises ParameterError where the trace has fewer sequences, or a forecast is of another one.
     """
     server = _Server(trace, costs, limits, slots, n_requests, n_tokens, every, policy, sequences)
-    server.queues.wanted, server.adapt, server.free = wanted, adapt, free
+    if forecast is not None and forecast.wanted.shape != (wanted := (trace.n_layers, trace.n_tokens, trace.n_expert)):
+        raise ParameterError(f"a forecast of shape {forecast.wanted.shape}", f"{wanted}: that of this trace")
+    server.forecast, server.prefetch, server.adapt, server.free = forecast, prefetch, adapt, free
+    server.withdraw = dict(withdraw or {})
     return server.run()
 
 
@@ -89,12 +105,17 @@ class _Server:
             raise ParameterError(f"{n_requests} requests of {n_tokens} tokens", f"1 to {len(numbers)} requests, 1 token or more")
         if (trace.n_expert, trace.k) != (costs.shape.router.n_expert, costs.shape.router.n_used):
             raise ParameterError(f"routes with {trace.k} of {trace.n_expert} experts", f"those of {costs.name}")
-        rows = [np.flatnonzero(trace.sequences == s)[:n_tokens] for s in numbers[:n_requests]]
-        self.routes = [trace.experts[:, r].astype(int) for r in rows]  # (layers, tokens, k) of each request
+        self.rows = [np.flatnonzero(trace.sequences == s)[:n_tokens] for s in numbers[:n_requests]]
+        self.routes = [trace.experts[:, r].astype(int) for r in self.rows]  # (layers, tokens, k) of each request
         self.costs, self.n_layers = costs, trace.n_layers
         self.scale = costs.shape.n_moe / trace.n_layers
         self.cache = ExpertCache(policy, slots, trace.n_layers, trace.n_expert, scope="global", together=False)
-        self.queues = TokenQueues(limits, trace.k, worthwhile(costs), self._is_there)
+        self.announced = Announced()
+        self.forecast: Forecast | None = None
+        self.prefetch = True
+        self.fetched: set[tuple[int, int]] = set()  # on a forecast, and not met by a batch yet
+        self.withdraw: dict[int, int] = {}
+        self.queues = TokenQueues(limits, trace.k, worthwhile(costs), self._is_there, self.announced.wanted)
         self.at_once = 2 if slots > 2 + limits.merge else 1  # expert batches that are under way
         self.now = self.link = 0
         self.ready: dict[tuple[int, int], int] = {}
@@ -113,17 +134,33 @@ class _Server:
 
     def run(self) -> Served:
         """Until every request has its tokens."""
-        while self._admit() or self.prepared or self.queues.n_waiting or self.loading or self.arrivals:
+        while self._news() or self.prepared or self.queues.n_waiting or self.loading or self.arrivals:
             if not (self._compute_ready() or self._start_batch(idle=False) or self._attention() or self._start_batch(idle=True)):
                 self._sleep()
-        self.out.ns, self.out.longest_wait = int(self.now * self.scale), self.queues.longest_wait
+        self.out.ns, self.out.longest_wait, self.out.waited = int(self.now * self.scale), self.queues.longest_wait, self.queues.waited
         return self.out
 
-    def _admit(self) -> bool:
+    def _news(self) -> bool:
+        """Requests that came or were withdrawn meanwhile."""
+        for request in [r for r, at in self.withdraw.items() if at <= self.now]:
+            del self.withdraw[request]
+            self._drop(request)
         while self.arrivals and self.arrivals[0][0] <= self.now:
             _, request = heapq.heappop(self.arrivals)
             self._begin(request)
         return False
+
+    def _drop(self, request: int) -> None:
+        """A request leaves wherever it stands; what an expert computes for it just now is dropped."""
+        if self.at[request] >= self.routes[request].shape[1]:
+            return  # it has all its tokens
+        self.at[request] = self.routes[request].shape[1]
+        self.arrivals = [a for a in self.arrivals if a[1] != request]
+        heapq.heapify(self.arrivals)
+        self.prepared = {layer: left for layer, some in self.prepared.items() if (left := [r for r in some if r != request])}
+        self.queues.cancel(request)
+        self.announced.forget(request)
+        self.out.withdrawn += 1
 
     def _begin(self, request: int) -> None:
         self.layer[request], self.begun[request] = 0, self.now
@@ -139,8 +176,38 @@ class _Server:
         self._spend(self.costs.attention(n) + self.costs.ids(n) + (int(self.costs.head(n) / self.scale) if layer == 0 else 0))
         for r in requests:
             self.queues.add(r, layer, self.routes[r][layer, self.at[r]].tolist(), self.now)
+            self._announce(r, layer)
         self.out.lengths.append((self.now, self.queues.n_waiting))
         return True
+
+    def _announce(self, request: int, layer: int) -> None:
+        """What is known of a request's next layers after its router in this one; after the first, of all that are known at once."""
+        self.announced.arrived(request, layer)
+        if self.forecast is None:
+            return
+        last, row = layer + self.forecast.ahead, self.rows[request][self.at[request]]
+        for target in range(layer + 1 if layer == 0 else max(last, layer + 1), min(last + 1, self.n_layers)):
+            scores = self.forecast.wanted[target, row]
+            self.announced.say(request, target, {int(e): float(scores[e]) for e in np.flatnonzero(scores)})
+
+    def _prefetch(self) -> None:
+        """Nobody needs the link: it brings the expert that most tokens are announced for; those that somebody waits for stay."""
+        wanted = self.announced.missing(self._is_there) if self.prefetch else None
+        stay = {(b.layer, b.expert) for _, b in self.loading} | {key for key in self.queues.queues if self._is_there(*key)}
+        if wanted is not None and len(stay) < self.cache.slots_of(wanted[0]):
+            self._bring(*wanted, stay)
+            self.out.prefetches += 1
+            self.fetched.add(wanted)
+
+    def _bring(self, layer: int, expert: int, in_use: Iterable[tuple[int, int]]) -> None:
+        for kind, *key, _ in self.cache.bring(layer, expert, in_use):
+            if kind == "load":
+                self.link = max(self.link, self.now) + self.costs.load
+                self.ready[key[0], key[1]] = self.link
+                self.readings.loads.append(self.costs.load)
+                self.out.loads += 1
+            elif kind == "evict":
+                self.fetched.discard((key[0], key[1]))
 
     def _start_batch(self, idle: bool) -> bool:
         """Take a queue; where its expert is missing, ask for the load and go on with something else meanwhile."""
@@ -148,14 +215,11 @@ class _Server:
             return False
         batches = self.queues.next(self.now, idle and not self.loading)
         for batch in batches:
-            in_use = [(b.layer, b.expert) for _, b in self.loading]
-            for kind, layer, expert, _ in self.cache.bring(batch.layer, batch.expert, in_use):
-                if kind == "load":
-                    self.link = max(self.link, self.now) + self.costs.load
-                    self.ready[layer, expert] = self.link
-                    self.readings.loads.append(self.costs.load)
-                    self.out.loads += 1
-            self.loading.append((self.ready.get((batch.layer, batch.expert), 0), batch))
+            key = batch.layer, batch.expert
+            self.out.useful += key in self.fetched
+            self.fetched.discard(key)
+            self._bring(*key, [(b.layer, b.expert) for _, b in self.loading])
+            self.loading.append((self.ready.get(key, 0), batch))
         return bool(batches)
 
     def _compute_ready(self) -> bool:
@@ -166,6 +230,9 @@ class _Server:
         if when > self.now:
             return False
         self.loading.remove(first)
+        batch = batch._replace(tokens=tuple(w for w in batch.tokens if w.token in self.queues.missing))
+        if not batch.tokens:  # all of them were withdrawn while their expert came
+            return True
         self._spend(self.costs.expert(len(batch.tokens)))
         self.out.batches.append((len(batch.tokens), batch.cause))
         self.readings.batches.append((len(batch.tokens), self.costs.expert(len(batch.tokens))))
@@ -188,6 +255,9 @@ class _Server:
             self._begin(request)
 
     def _spend(self, ns: int) -> None:
+        """The device computes; a link that nobody needs meanwhile brings what is announced."""
+        if self.link <= self.now and self.announced.sums:
+            self._prefetch()
         self.now += ns
         self.out.busy += ns
 
