@@ -4,17 +4,29 @@ import pytest
 
 from workbench import models
 from workbench.cli import COMMANDS, run
+from workbench.expertflow.warm_up import RUNNING
 
 SHORT = ["tiny-mixtral-f16", "--tokens", "3"]
 
 
 @pytest.mark.parametrize("more", [["--expert-budget", "100%"], ["--expert-budget", "245760"], ["--policy", "static", "--expert-budget", "25%"],
-                                  ["--policy", "predicted", "--predictor", "gate", "--window", "2"], ["--host-below", "auto"]])
+                                  ["--policy", "plec", "--predictor", "gate", "--window", "2", "--prefetches", "1"], ["--host-below", "auto"],
+                                  ["--predictor", "gate,frequency", "--host-below", "auto", "--no-mmap"], ["--expert-storage", "int8", "--policy", "static"],
+                                  ["--predictor", "previous-token", "--expert-storage", "q4_0", "--fit", "tiny-mixtral"]])  # fmt: skip
 def test_the_text_is_the_same_with_any_budget(more, capsys):
     assert run.main([*SHORT, "--verify", *more]) == 0
     out = capsys.readouterr().out
     assert "verified: the same text" in out and "waits for ids" in out
-    assert ("at the start" in out) == ("static" in more)
+    assert ("at the start" in out) == ("static" in more) and ("of the logits" in out) == ("--expert-storage" in more)
+    assert ("recall" in out and "precision" in out and "late" in out) == ("--predictor" in more)
+    assert ("24,576  tokens of tiny-mixtral" in out) == ("--fit" in more)
+
+
+@pytest.mark.parametrize("predictor", RUNNING)
+def test_every_predictor_runs_and_says_what_it_learnt_from(predictor, capsys):
+    assert run.main([*SHORT, "--verify", "--predictor", predictor, "--policy", "predicted"]) == 0
+    out = capsys.readouterr().out
+    assert "the same text" in out and ("12  tokens of the prompt" in out) == (predictor != "gate")
 
 
 def test_another_text_is_an_error_of_its_own(monkeypatch, capsys):
@@ -33,11 +45,31 @@ def test_an_interrupt_while_loading_ends_quietly(monkeypatch, capsys):
     (["--policy", "belady"], "a bound, not a policy"), (["--policy", "predicted"], "--predictor gate"), (["--policy", "plec"], "--predictor gate"),
     (["--window", "2"], "--window without"), (["--fetch", "2"], "--fetch without"), (["--predictor", "gate", "--window", "99"], "1 to 4 layers"),
     (["--predictor", "gate", "--fetch", "0"], "fetch=0"), (["--predictor", "gate", "--fetch", "9"], "fetch=9"), (["--device", "toaster"], "toaster"),
-    (["--tokens", "-1"], "n_tokens=-1")])
+    (["--tokens", "-1"], "n_tokens=-1"), (["--predictor", "oracle"], "the router's answer"), (["--predictor", "network"], "the tokens of the text"),
+    (["--predictor", "gate-1"], "the window says"), (["--predictor", "gate", "--window", "0"], "1 or more"),
+    (["--predictor", "previous-layer", "--window", "2"], "a smaller window"), (["--predictor", "frequency", "--window", "7"], "at most 6"),
+    (["--predictor", "gate", "--policy", "lru"], "lru fetches nothing ahead"), (["--predictor", "gate", "--policy", "static"], "predicted or plec"),
+    (["--predictor", "gate", "--prefetches", "-1"], "prefetches=-1"), (["--prefetches", "1"], "--prefetches without"),
+    (["--fit", "tiny-mixtral"], "nothing to fit"), (["--fit", "tiny-mixtral", "--predictor", "gate"], "nothing to fit"),
+    (["--fit", "nothing.txt", "--predictor", "frequency"], "nothing.txt cannot be read"),
+    (["--fit", "tiny-deepseek", "--policy", "static"], "another model"), (["--expert-storage", "int4"], "int8 is another name for q8_0")])
 def test_wrong_requests(argv, says, capsys):
     assert run.main([*SHORT, *argv]) == 2
     err = capsys.readouterr().err
     assert err.startswith("\nrun: ") and says in err
+
+
+def test_what_was_rounded_is_not_stored_in_more_bits(capsys):
+    assert run.main(["tiny-mixtral-q4_0", "--expert-storage", "f16"]) == 2 and "does not come back" in capsys.readouterr().err
+
+
+def test_text_to_fit_on_may_be_a_file(tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("And God said unto Moses. " * 2000, encoding="utf-8")
+    assert run.main([*SHORT, "--predictor", "frequency", "--fit", str(tmp_path / "a.txt")]) == 0
+    assert "8,192  tokens of" in capsys.readouterr().out
+    (tmp_path / "a.txt").write_bytes(b"\xff\xfe")
+    assert run.main([*SHORT, "--predictor", "frequency", "--fit", str(tmp_path / "a.txt")]) == 2
+    assert "a text in UTF-8" in capsys.readouterr().err
 
 
 def test_no_such_model(capsys):

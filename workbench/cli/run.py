@@ -11,10 +11,7 @@ from workbench.errors import ParameterError, WorkbenchError
 
 if TYPE_CHECKING:
     from workbench.expertflow.offload import Offloaded
-
-
-FORECAST = ("predicted", "plec")
-"""Policies that do nothing of their own without a forecast."""
+    from workbench.models import Model
 
 
 def main(argv: list[str]) -> int:
@@ -42,14 +39,23 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--tokens", type=int, default=32, metavar="N", help="at most so many tokens (default 32)")
     p.add_argument("--expert-budget", type=_budget, default="50%", metavar="BYTES|PERCENT",
                    help="memory for experts on the card: 3MiB, or 25%% of all experts (default 50%%)")  # fmt: skip
-    p.add_argument("--policy", default="lru", help="who is evicted: lru, lfu, lfu_in_cache, lru_frequency, static, predicted, plec")
-    p.add_argument("--predictor", choices=("none", "gate"), default="none",
-                   help="gate: the routers of the next layers on the present hidden state choose what to prefetch")  # fmt: skip
+    p.add_argument("--expert-storage", metavar="TYPE",
+                   help="convert the experts first: f16, q8_0, q4_0; int8 is q8_0: integers in blocks of 32, each with an f16 scale")
+    p.add_argument("--policy", help="who is evicted: lru, lfu, lfu_in_cache, lru_frequency, static, predicted, plec "
+                                    "(default lru, with a predictor predicted)")  # fmt: skip
+    p.add_argument("--predictor", default="none", metavar="NAME[,NAME…]",
+                   help="what to prefetch. gate: the routers of the next layers on the present hidden state; linear, non-linear, "
+                        "linear-on-scores: layers fitted to replace them; frequency, previous-token, previous-layer: from routes. "
+                        "Several: each where those before it are silent, as in gate,previous-token")  # fmt: skip
+    p.add_argument("--fit", metavar="TRACE|TEXT", help="what predictors and the static set learn from: a recorded trace, by name or file, "
+                                                       "or a text file (default: the prompt)")  # fmt: skip
     p.add_argument("--window", type=int, metavar="LAYERS", help="how many layers the predictor looks ahead (default 1)")
     p.add_argument("--fetch", type=int, metavar="N", help="experts it names per token and layer (default: as many as are used)")
+    p.add_argument("--prefetches", type=int, metavar="N", help="at most so many loads after each layer (default 4)")
     p.add_argument("--scope", choices=("global", "layer"), default="global", help="whether layers share their slots (default global)")
     p.add_argument("--host-below", type=_host, default=0, metavar="TOKENS|auto",
                    help="compute missing experts with fewer tokens on the host instead of loading them (default 0: never)")  # fmt: skip
+    p.add_argument("--no-mmap", action="store_true", help="copy the experts into pinned memory, from which prefetches really overlap")
     p.add_argument("--device", default="rtx3090-pcie4", help="preset of the card (default rtx3090-pcie4)")
     p.add_argument("--verify", action="store_true",
                    help="compare slots that are read with the file, and the text with that of a run without a budget")
@@ -67,26 +73,21 @@ def _host(text: str) -> str | int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    import numpy as np
+    from workbench.expertflow.observe import Gates, record
+    from workbench.expertflow.offload import offload
+    from workbench.expertflow.warm_up import forecaster, learns, warm_up
+    from workbench.models import generate, load
 
-    from workbench.expertflow.forecast import Forecaster
-    from workbench.expertflow.observe import Gates
-    from workbench.expertflow.offload import expert_bytes, offload
-    from workbench.models import Session, generate, load
-
-    if args.predictor == "none" and (args.policy in FORECAST or args.window is not None or args.fetch is not None):
-        asked = f"--policy {args.policy}" if args.policy in FORECAST else "--window" if args.window is not None else "--fetch"
-        raise ParameterError(f"{asked} without a predictor", "--predictor gate", "nothing would be predicted, and nothing fetched ahead")
-    window = 1 if args.window is None else args.window
+    policy = _policy(args)
     with load(args.model) as model:
-        forecast = Forecaster.of_gates(Gates.of(model), window, args.fetch) if args.predictor == "gate" else None
-        hot = np.zeros((len(model.hparams.moe_layers), model.hparams.n_expert)) if args.policy == "static" else None
-        if hot is not None:
-            with Session(model, recording=True) as sample:
-                sample.decode(model.tokenizer.encode(args.prompt))
-                for layer, ids in enumerate(sample.routes.experts):
-                    hot[layer] = np.bincount(ids.ravel(), minlength=hot.shape[1])
-        with offload(model, args.expert_budget, policy=args.policy, scope=args.scope, forecast=forecast, host_below=args.host_below,
+        gates, prompt, seen, hot, forecast = Gates.of(model), model.tokenizer.encode(args.prompt), None, None, None
+        if policy == "static" or args.predictor != "none" and learns(args.predictor):
+            seen = warm_up(model, args.fit) if args.fit else record(model, [prompt])
+            hot = seen.routes.counts() if policy == "static" else None
+        if args.predictor != "none":
+            forecast = forecaster(args.predictor, gates, 1 if args.window is None else args.window, args.fetch, seen)
+        with offload(model, args.expert_budget, policy=policy, scope=args.scope, forecast=forecast, storage=args.expert_storage,
+                     mmap=not args.no_mmap, host_below=args.host_below, prefetches=4 if args.prefetches is None else args.prefetches,
                      backends=args.device, verify=args.verify, hot=hot) as run:  # fmt: skip
             text = generate(run.session, args.prompt, args.tokens)
             print(args.prompt, end="", flush=True)
@@ -95,26 +96,68 @@ def _run(args: argparse.Namespace) -> int:
                     print("".join(c if c.isprintable() or c in "\n\t" else "·" for c in piece.text), end="", flush=True)
             except KeyboardInterrupt:
                 text.close()
-            print(f"\n\n{_report(run, expert_bytes(model), len(text.tokens) + text.stats.n_prompt)}")
-        if args.verify:
-            whole = generate(model, args.prompt, len(text.tokens)).run()
-            print(f"  verified: {'the same text' if whole == text.text else 'ANOTHER TEXT'} as with all experts in memory")
-            return 0 if whole == text.text else 1
+            rows = _report(run, len(text.tokens) + text.stats.n_prompt)
+            if args.expert_storage:
+                rows.append(_storage_row(f"stored as {args.expert_storage}", model, run.host, prompt))
+            if seen is not None:
+                rows.append(("fitted on", f"{seen.n_tokens:,}", f"tokens of {args.fit or 'the prompt'}"))
+            print("\n\n" + "\n".join(columns(rows, right=(1,))))
+            if args.verify:
+                whole = generate(run.host, args.prompt, len(text.tokens)).run()
+                print(f"  verified: {'the same text' if whole == text.text else 'ANOTHER TEXT'} as with all experts in memory")
+                return 0 if whole == text.text else 1
     return 0
 
 
-def _report(run: Offloaded, total: int, n_tokens: int) -> str:
-    c, pool = run.counters, run.engine.pool
-    ahead = f"{bytes_text(c.speculative_bytes)}, {c.prefetched_hits:,} of them used, {c.late:,} late"
-    if run.engine.staging:
-        ahead = f"{bytes_text(c.speculative_bytes)} at the start, for the experts that the prompt uses most"
+def _policy(args: argparse.Namespace) -> str:
+    """The policy asked for, or the one that goes with the predictor. Raises ParameterError where an option would have no effect."""
+    from workbench.expertflow.cache import POLICIES, policy_named
+    from workbench.expertflow.warm_up import learns
+
+    policy = args.policy or ("lru" if args.predictor == "none" else "predicted")
+    forecasts = [name for name, p in POLICIES.items() if p.needs == "predictions"]
+    if policy_named(policy).needs != "predictions" and args.predictor != "none":
+        raise ParameterError(f"--policy {policy} with a predictor", f"--policy {' or '.join(forecasts)}", f"{policy} fetches nothing ahead")
+    given = {f"--policy {policy}": policy in forecasts, "--window": args.window, "--fetch": args.fetch, "--prefetches": args.prefetches}
+    without = next((name for name, value in given.items() if value not in (None, False)), None)
+    if args.predictor == "none" and without:
+        raise ParameterError(f"{without} without a predictor", "--predictor gate", "nothing would be predicted, and nothing fetched ahead")
+    if args.fit and policy != "static" and (args.predictor == "none" or not learns(args.predictor)):
+        raise ParameterError("--fit with nothing to fit", "--policy static, or a predictor other than gate", "the others learn nothing")
+    return policy
+
+
+def _report(run: Offloaded, n_tokens: int) -> list[tuple[str, str, str]]:
+    from workbench.expertflow.offload import expert_bytes
+
+    c, pool, forecast = run.counters, run.engine.pool, run.engine.forecast
     rows = [
-        ("expert slots", f"{sum(map(len, pool.classes.values()))}", f"{bytes_text(pool.nbytes)} of {bytes_text(total)}"),
+        ("expert slots", f"{sum(map(len, pool.classes.values()))}", f"{bytes_text(pool.nbytes)} of {bytes_text(expert_bytes(run.host))}"),
         ("hits", f"{c.hits:,}", f"{c.hit_rate:.1%} of the experts wanted"),
         ("loads waited for", f"{c.loads:,}", bytes_text(c.demand_bytes)),
-        ("prefetches", f"{c.prefetches:,}", ahead),
-        ("dropped forecasts", f"{c.dropped:,}", ""), ("evictions", f"{c.evictions:,}", ""),
-        ("computed on the host", f"{c.hosted:,}", ""), ("waves", f"{c.waves:,}", "where a batch needs more experts than there are slots"),
-        ("waits for ids", f"{c.ids_waits:,}", f"over {n_tokens:,} tokens"),
     ]  # fmt: skip
-    return "\n".join(columns(rows, right=(1,)))
+    if run.engine.staging:
+        rows.append(("loads at the start", "", f"{bytes_text(c.speculative_bytes)}, the experts that are used most"))
+    if forecast is not None:
+        rows += [
+            ("foretold", f"{forecast.foretold:,}", f"{forecast.recall:.1%} of the experts wanted where there was a forecast (recall)"),
+            ("prefetches", f"{c.prefetches:,}", bytes_text(c.speculative_bytes)),
+            ("used of them", f"{c.prefetched_hits:,}", f"{c.precision:.1%} (precision); {c.late:,} late, still on their way when wanted"),
+            ("dropped forecasts", f"{c.dropped:,}", "experts for which no slot could be spared"),
+        ]  # fmt: skip
+    rows += [
+        ("evictions", f"{c.evictions:,}", ""), ("computed on the host", f"{c.hosted:,}", ""),
+        ("waves", f"{c.waves:,}", "where a batch needs more experts than there are slots"),
+        ("waits for ids", f"{c.ids_waits:,}", f"over {n_tokens:,} tokens"),
+        ("memory", "", ", ".join(f"{part} {bytes_text(n)}" for part, n in run.memory().items() if n)),
+    ]  # fmt: skip
+    return rows
+
+
+def _storage_row(title: str, model: Model, stored: Model, tokens: list[int]) -> tuple[str, str, str]:
+    from workbench.expertflow.offload import expert_bytes
+    from workbench.expertflow.precision import logit_error, storage_errors
+
+    largest = max(e.alone for e in storage_errors(model, stored, tokens))
+    return (title, f"{expert_bytes(stored) / expert_bytes(model):.0%}", "of the bytes in the file; on the prompt, the largest error of a "
+            f"layer's experts is {largest:.2%}, and that of the logits {logit_error(model, stored, tokens):.2%}")  # fmt: skip

@@ -30,8 +30,8 @@ class Forecaster:
         for distance, predictor in enumerate(predictors, 1):
             for p in _parts(predictor):
                 if not (p.ahead == distance and p.reads in ("state", "routes") or p.reads == "nothing" or isinstance(p, PreviousToken)):
-                    raise ParameterError(f"{p.name} for layers {distance} ahead", f"one that speaks {distance} layers before the router",
-                                         "and reads nothing but the present layer, or what the token before used")  # fmt: skip
+                    raise ParameterError(f"{p.name}, for layers {distance} ahead", f"one that speaks {distance} layers before the router "
+                                         "and reads the present layer, or what the token before used", "a smaller window")  # fmt: skip
         if len(predictors) > len(gates.layers):
             raise ParameterError(f"a window of {len(predictors)} layers", f"at most {len(gates.layers)}: so many have experts")
         self.gates, self.predictors = gates, list(predictors)

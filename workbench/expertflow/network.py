@@ -97,6 +97,20 @@ def names() -> list[str]:
     return ["frequency", "previous-token", "previous-layer", *(f"gate-{n}" for n in range(5)), *FITTED, "network", "oracle"]
 
 
+def unfitted(name: str) -> Predictor:
+    """A predictor by its name, of `names()` or a layer on another number of layers ahead ("linear-3"), without weights. The network
+    has none such: it is trained by a script. Raises ParameterError."""
+    simple = {"frequency": Frequency, "previous-token": PreviousToken, "previous-layer": PreviousLayer, "oracle": Oracle}
+    word, _, ahead = name.rpartition("-")
+    if name in simple:
+        return simple[name]()
+    if word == "gate" and ahead.isdecimal():
+        return GateAhead(int(ahead))
+    if f"{word}-1" in FITTED and ahead.isdecimal():
+        return Shared(int(ahead), *FITTED[f"{word}-1"][1:])
+    raise ParameterError(f"predictor {shown(name)!r}", f"one of {', '.join(n for n in names() if n != 'network')}")
+
+
 def shipped_predictors(model: str) -> dict[str, Predictor]:
     """All predictors by name, fitted on the first sequences of each domain of a shipped model's trace ("tiny-mixtral")."""
     return load_predictors(paths.models_dir() / "predictors" / f"{model}.npz")
