@@ -33,6 +33,15 @@ def test_every_knob_runs_it_again_and_keeps_the_run_before(bench):
     assert "0x" not in board.stored_text()
 
 
+def test_missing_experts_on_the_host(bench):
+    """No load anybody waits for, where the host is quicker than the link; which knobs are idle is said."""
+    board = Dashboard(bench, Settings(slots=3, link=6.0, hosted=True))
+    out = board.outcome.stream
+    assert out.hosted and not out.demand_loads and out.per_token < bench.run(Settings(slots=3, link=6.0)).stream.per_token
+    assert "lru reads no forecast" in board.stored_text()
+    assert "plec works as lru" in Dashboard(bench, Settings("plec")).stored_text()
+
+
 def test_the_same_settings_give_the_same_run(bench):
     a, b = (bench.run(Settings("predicted", predictor="gate", window=2)) for _ in range(2))
     assert a.stream.ledger == b.stream.ledger and a.served.latencies == b.served.latencies

@@ -31,7 +31,8 @@ PREDICTORS = ("none", "frequency", "gate", "oracle")
 class Settings:
     """All knobs. slots: of each layer, or with scope "global" of all traced layers together; predictor: one of PREDICTORS; window: layers
     ahead; fetch: experts named per token; capacity, wait (ms, negative for ever), merge: of the queues; link: GB/s; block: MiB of the
-    pool's blocks, 0 for slots of an expert's size; hidden: width of a network that predicts, 0 for a gate that is there already."""
+    pool's blocks, 0 for slots of an expert's size; hidden: width of a network that predicts, 0 for a gate that is there already; hosted:
+    a single stream's missing experts are computed on the host where that is quicker than a load."""
 
     policy: str = "lru"
     slots: int = 4
@@ -45,6 +46,7 @@ class Settings:
     block: int = 0
     scope: str = "layer"
     hidden: int = 0
+    hosted: bool = False
 
 
 class Outcome(NamedTuple):
@@ -99,7 +101,7 @@ class Bench:
         record = Trace("virtual")
         policy = settings.policy if wanted is not None or settings.policy not in ("predicted", "plec") else "lru"
         stream = simulate(self.stream, costs, policy, slots, scope=settings.scope, forecast=wanted, record=record,
-                          thinking=costs.predictor(settings.hidden))  # fmt: skip
+                          host_below="auto" if settings.hosted else 0, thinking=costs.predictor(settings.hidden))  # fmt: skip
         limits = Limits(settings.capacity, FOREVER if settings.wait < 0 else int(settings.wait * 1e6), None, settings.merge)
         pool = slots if settings.scope == "global" else slots * self.stream.trace.n_layers
         served = serve(self.long, costs, limits, pool, n_requests=self.n_requests, n_tokens=self.request_tokens,

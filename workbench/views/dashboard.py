@@ -22,21 +22,24 @@ if TYPE_CHECKING:
 
 WIDTH = 640
 SHOWN_TOKENS = 48
+LANES = ("device", "link", "host")
 
 
 class Board:
-    """What a dashboard shows: `html()` for a live widget, the text for everywhere else."""
+    """What a dashboard shows: `html()` for a live widget, the text for everywhere else. note: stands below the counters."""
 
-    def __init__(self, now: Outcome, before: Outcome, bounds: Mapping[str, float], memory: Mapping[str, int], limit: int) -> None:
-        self.now, self.before, self.bounds, self.memory, self.limit = now, before, bounds, memory, limit
+    def __init__(self, now: Outcome, before: Outcome, bounds: Mapping[str, float], memory: Mapping[str, int], limit: int,
+                 note: str = "") -> None:  # fmt: skip
+        self.now, self.before, self.bounds, self.memory, self.limit, self.note = now, before, bounds, memory, limit, note
 
     def table(self) -> Table:
         """The counters of both runs."""
-        return table(["", "A: run before", "B: this run"], list(_rows(self.before, self.now)), self.now.stream.costs.name)
+        rows = [(*row, "≠" if row[1] != row[2] else "") for row in _rows(self.before, self.now)]
+        return table(["", "A: run before", "B: this run", "differs"], rows, f"{self.now.stream.costs.name}. {self.note}")
 
     def html(self) -> str:
         """Everything, as one piece of HTML."""
-        parts = self.table().html(), _ledgers(self), _hits(self), _residency(self.now), _timeline(self.now), _memory(self)
+        parts = self.table().html(), _ledgers(self), _hits(self), _timeline(self.now), _memory(self), _residency(self.now)
         return f'<div class="wb-board">{"".join(parts)}</div>'
 
     def __repr__(self) -> str:
@@ -63,9 +66,10 @@ def _rows(a: Outcome, b: Outcome) -> Iterator[tuple[str, Any, Any]]:
         yield name, read(a), read(b)
 
 
-def _svg(height: int, label: str, parts: Sequence[str]) -> str:
-    return (f'<svg role="img" aria-label="{html.escape(label)}" viewBox="0 0 {WIDTH} {height}" width="100%" style="max-width:{WIDTH}px;'
-            f'background:#fff;display:block;margin:6px 0" font-family="sans-serif" font-size="10">{"".join(parts)}</svg>')  # fmt: skip
+def _figure(height: int, title: str, said: str, parts: Sequence[str]) -> str:
+    return (f'<figure style="margin:6px 0"><figcaption>{html.escape(title)}</figcaption><svg role="img" aria-label="{html.escape(said)}" '
+            f'viewBox="0 0 {WIDTH} {height}" width="100%" style="max-width:{WIDTH}px;background:#fff;display:block" '
+            f'font-family="sans-serif" font-size="10">{"".join(parts)}</svg></figure>')  # fmt: skip
 
 
 def _bar(x: float, y: float, width: float, height: float, fill: str, title: str = "", stroke: str = "#fff") -> str:
@@ -103,7 +107,7 @@ def _ledgers(board: Board) -> str:
     for n, (cause, (colour, _)) in enumerate(LOSS_LOOKS.items()):
         parts += [_bar(x, 62, 9, 9, colour), _text(x + 12, 71, f"{'abcdefgh'[n]} {cause}")]
         x += 30 + 5.6 * len(cause)
-    return _svg(78, "Time per token by cause. " + "; ".join(said), parts)
+    return _figure(78, "Time per token by cause", "Time per token by cause. " + "; ".join(said), parts)
 
 
 def _hits(board: Board) -> str:
@@ -114,7 +118,8 @@ def _hits(board: Board) -> str:
         fill = OKABE_ITO[5] if name == "now" else OKABE_ITO[4] if name != "belady" else "#333333"
         width = rate * (WIDTH - 140)
         parts += [_text(84, y + 11, name, "end"), _bar(90, y, width, 13, fill), _text(94 + width, y + 11, f"{rate:.1%}")]
-    return _svg(8 + 17 * len(rates), "Hit rates: " + ", ".join(f"{n} {r:.1%}" for n, r in rates.items()), parts)
+    title = f"Hit rate of this run, and of three policies with {board.now.slots} slots that fetch nothing ahead"
+    return _figure(8 + 17 * len(rates), title, "Hit rates: " + ", ".join(f"{n} {r:.1%}" for n, r in rates.items()), parts)
 
 
 def _residency(outcome: Outcome) -> str:
@@ -144,31 +149,31 @@ def _residency(outcome: Outcome) -> str:
     place = lambda layer, e: layer * (n_expert * h + 4) + e * h + 4  # noqa: E731
     parts += [_bar(50 + a * w, place(layer, e), (b - a) * w, h - 0.5, "#c9c9c9", "", "none") for layer, e, a, b in spans]
     parts += [_bar(50 + t * w, place(layer, e), max(w * 0.35, 1.5), h - 0.5, OKABE_ITO[5], "", "none") for layer, e, t in loads]
-    height = int(layers * (n_expert * h + 4) + 18)
-    parts.append(_text(50, height - 4, f"experts in slots (grey) and loads (orange) over the first {SHOWN_TOKENS} tokens"))
-    return _svg(height, f"Residency: {len(loads)} loads of experts in the first {min(steps, SHOWN_TOKENS)} tokens", parts)
+    shown_tokens = min(steps, SHOWN_TOKENS)
+    title = f"Experts in slots (grey) and loads (orange) over the first {shown_tokens} tokens"
+    said = f"Residency: {len(loads)} loads of experts in the first {shown_tokens} tokens"
+    return _figure(int(layers * (n_expert * h + 4) + 4), title, said, parts)
 
 
 def _timeline(outcome: Outcome, tokens: int = 3) -> str:
-    """The device and the link over the first tokens; gaps of the device are stalls."""
+    """The device, the link and the host over the first tokens; gaps of the device are stalls."""
     trace, spans, seen = outcome.record, list[tuple[int, int, int]](), 0
     for event in trace.of("busy"):
         seen += trace.strings[event.field("name")] == "head"
         if seen > tokens:
             break
         device = trace.strings[event.field("device")]
-        spans.append((("device", "link", "host").index(device), event.start, event.end))
+        spans.append((LANES.index(device), event.start, event.end))
     end = max((e for lane, _, e in spans if lane == 0), default=1)
-    parts = [_text(44, 16 + 20 * i, name, "end") for i, name in enumerate(("device", "link"))]
+    parts = [_text(44, 16 + 20 * i, name, "end") for i, name in enumerate(LANES)]
     for lane, start, stop in spans:
-        if lane < 2 and start < end:
+        if start < end:
             x = 50 + start / end * (WIDTH - 60)
             width = (min(stop, end) - start) / end * (WIDTH - 60)
-            parts.append(_bar(x, 4 + 20 * lane, max(width - 0.3, 0.4), 16, OKABE_ITO[(2, 5)[lane]], "", "none"))
+            parts.append(_bar(x, 4 + 20 * lane, max(width - 0.3, 0.4), 16, OKABE_ITO[(2, 5, 1)[lane]], "", "none"))
     busy = sum(e - s for lane, s, e in spans if lane == 0) / end
-    said = f"the first {min(seen, tokens)} tokens: {end / 1e6:.0f} ms of the traced layers; the device works {busy:.0%} of it"
-    parts.append(_text(50, 56, said))
-    return _svg(60, f"Timeline of {tokens} tokens: the device works {busy:.0%} of the time, gaps are stalls", parts)
+    title = f"The first {tokens} tokens: {end / 1e6:.0f} ms in the traced layers, of which the device works {busy:.0%}; gaps are stalls"
+    return _figure(64, title, f"Timeline of {tokens} tokens: the device works {busy:.0%} of the time, gaps are stalls", parts)
 
 
 def _memory(board: Board) -> str:
@@ -179,6 +184,7 @@ def _memory(board: Board) -> str:
         if width > 7 * len(name):
             parts.append(_text(x + 3, 17, name))
         x += width
-        said.append(f"{name} {size / 2**30:.1f} GiB")
-    parts += [_bar(4, 4, WIDTH - 10, 18, "none", "", "#111"), _text(4, 36, f"memory of {board.limit / 2**30:.0f} GiB: " + ", ".join(said))]
-    return _svg(40, f"Memory of {board.limit / 2**30:.0f} GiB: " + ", ".join(said), parts)
+        said.append(f"{name} {size / 2**30:.1f} GiB" if size > 2**28 else f"{name} {size / 2**20:.0f} MiB")
+    parts.append(_bar(4, 4, WIDTH - 10, 18, "none", "", "#111"))
+    title = f"Memory of {board.limit / 2**30:.0f} GiB: " + ", ".join(said)
+    return _figure(26, title, title, parts)

@@ -43,7 +43,8 @@ function range({model, el}) {
     if (below !== model.get('below')) picture.innerHTML = below = model.get('below');    // made by workbench.views, which escapes every text
   };
   el.classList.add('wb');
-  el.replaceChildren(...sliders.map(([row]) => row), picture);
+  const rows = sliders.map(([row]) => row), several = rows.length > 1 ? `wb-knobs${rows.length > 4 ? ' wb-many' : ''}` : '';
+  el.replaceChildren(h('div', {className: several}, ...rows), picture);
   draw();
   return draw;
 }

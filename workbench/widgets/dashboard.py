@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from workbench.expertflow.cache import POLICIES
@@ -17,7 +16,7 @@ CARD = 24 * 2**30
 
 
 class Dashboard(Knobs):
-    """Cache size, policy, predictor, window, width of the forecast, queue capacity, wait and link speed of a `tuning.Bench`.
+    """Cache size, policy, predictor, window, width of the forecast, way of misses, queue capacity, wait and link speed of a `tuning.Bench`.
 
     Below: counters of this run and the one before, time by cause, hit rate beside LRU, LFU and Belady, residency, timeline with stalls, and
     memory by part. `outcome` is the last run.
@@ -30,21 +29,22 @@ class Dashboard(Knobs):
         knobs = [
             ["slots per layer", k, n_expert, []], ["policy", 0, len(self._policies) - 1, self._policies],
             ["predictor", 0, len(PREDICTORS) - 1, list(PREDICTORS)], ["window, layers ahead", 1, 4, []],
-            ["experts named per token", 1, n_expert, []], ["queue capacity", 0, len(CAPACITIES) - 1, [str(c) for c in CAPACITIES]],
+            ["experts named per token", 1, n_expert, []], ["missing experts", 0, 1, ["loaded", "host if quicker"]],
+            ["queue capacity", 0, len(CAPACITIES) - 1, [str(c) for c in CAPACITIES]],
             ["longest wait", 0, len(WAITS) - 1, ["none" if not w else "for ever" if w < 0 else f"{w:g} ms" for w in WAITS]],
             ["link", 0, len(LINKS) - 1, [f"{x:g} GB/s" for x in LINKS]],
         ]  # fmt: skip
         values = [start.slots, self._policies.index(start.policy), PREDICTORS.index(start.predictor), start.window, start.fetch,
-                  CAPACITIES.index(start.capacity), WAITS.index(start.wait), LINKS.index(start.link)]  # fmt: skip
+                  int(start.hosted), CAPACITIES.index(start.capacity), WAITS.index(start.wait), LINKS.index(start.link)]  # fmt: skip
         self.outcome: Outcome = bench.run(start)
         super().__init__(knobs=knobs, values=values, **kwargs)
         self.drive(self._run)
 
     def settings(self, *values: int) -> Settings:
         """The knobs' positions as settings."""
-        slots, policy, predictor, window, fetch, capacity, wait, link = values
-        return replace(Settings(), slots=slots, policy=self._policies[policy], predictor=PREDICTORS[predictor], window=window, fetch=fetch,
-                       capacity=CAPACITIES[capacity], wait=WAITS[wait], link=LINKS[link])  # fmt: skip
+        slots, policy, predictor, window, fetch, hosted, capacity, wait, link = values
+        return Settings(self._policies[policy], slots, PREDICTORS[predictor], window, fetch, CAPACITIES[capacity], WAITS[wait],
+                        link=LINKS[link], hosted=bool(hosted))  # fmt: skip
 
     def _run(self, *values: int) -> Board:
         before = self.outcome
@@ -54,9 +54,16 @@ class Dashboard(Knobs):
         dense = int((shape.total - shape.n_moe * shape.router.n_expert * shape.expert) * per)
         memory = {"dense weights": dense, "expert slots": now.slots * shape.n_moe * costs.expert_bytes,
                   "queues": 4 * shape.d * shape.n_moe * now.settings.capacity}  # fmt: skip
-        self._board = Board(now, before, self.bench.bounds(now.slots), memory, CARD)
+        self._board = Board(now, before, self.bench.bounds(now.slots), memory, CARD, _idle_knobs(now.settings))
         return self._board
 
     def stored_html(self) -> str:
         """Knobs, counters of both runs, and their ledgers as a picture."""
         return f"<div><b>{self._settings()}</b></div>{self._board.table().html()}{dashboard_picture(self._board).html()}"
+
+
+def _idle_knobs(settings: Settings) -> str:
+    """Which knobs change nothing at these settings, in words."""
+    if POLICIES[settings.policy].needs != "predictions":
+        return f"{settings.policy} reads no forecast, so predictor, window and experts named are idle."
+    return f"Without a predictor {settings.policy} works as lru." if settings.predictor == "none" else ""
