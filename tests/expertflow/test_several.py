@@ -224,19 +224,19 @@ def test_forecasts_reach_the_card_of_the_next_layer(model, resident):
 
 def test_no_card_holds_an_expert_outside_its_slots(model, monkeypatch):
     """Every buffer that a card ever gave out is searched for pieces of experts; and at no moment does a pool hold more than its part."""
-    buffers, make, load, most = [], DeviceBuffer.__init__, ExpertPool.load, {}
+    buffers, make, take, most = [], DeviceBuffer.__init__, ExpertPool.take, {}
 
     def noted(self, *args, **kw):
         make(self, *args, **kw)
         buffers.append(self)
 
-    def loaded(self, *args):
-        slot = load(self, *args)
+    def taken(self, *args):
+        slot = take(self, *args)
         most[id(self)] = max(most.get(id(self), 0), self.held)
         return slot
 
     monkeypatch.setattr(DeviceBuffer, "__init__", noted)
-    monkeypatch.setattr(ExpertPool, "load", loaded)
+    monkeypatch.setattr(ExpertPool, "take", taken)
     budget = expert_bytes(model) // 2
     with offload_across(model, budget, 2, placement=spread(model, 2)) as run:
         steps(run.session, model.tokenizer.encode(TEXT))
@@ -299,6 +299,19 @@ def test_cards_of_presets(model, resident):
     for backends, n in (("two-rtx3090", 3), (simulated_machine(3), 2), ("cpu", None), (simulated_machine(2)[:2], 2), ("no-such-card", 2)):
         with pytest.raises(ParameterError):
             offload_across(model, 0.5, n, backends=backends)
+
+
+def test_links_work_at_once_out_of_pinned_memory_only(model, resident):
+    """A copy out of a mapped file keeps the host waiting (a card with a rate for such copies), and the other card's link with it."""
+    at_once, tokens = {}, model.tokenizer.encode(TEXT)
+    for mmap in (True, False):
+        trace = Trace("virtual")
+        with offload_across(model, 0.5, 2, backends="rtx3090-pcie4", placement=spread(model, 2), mmap=mmap, trace=trace) as run:
+            assert same(steps(run.session, tokens), resident)
+        busy = [(trace.described(e), e.start, e.end) for e in trace.of("busy")]
+        a, b = ([(start, end) for e, start, end in busy if (e["device"], e["stream"]) == (card, "copies")] for card in ("GPU0", "GPU1"))
+        at_once[mmap] = sum(min(x[1], y[1]) > max(x[0], y[0]) for x in a for y in b)
+    assert at_once[True] == 0 < at_once[False]
 
 
 @pytest.mark.parametrize("n", [0, -1, 7, 2.0, True])

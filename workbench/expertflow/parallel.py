@@ -230,9 +230,13 @@ class CardEngine(ExpertEngine):
         among.judge(layer, np.vectorize(where.__getitem__)(visit.ids) if away else np.full((len(visit.ids), 1), self.d))
 
     def _share(self, visit: Visit, group: Sequence[int]) -> float:
-        """By rows or by experts, whichever is more: a product takes as long as its arithmetic, or as its reading."""
+        """By rows where a product takes as long as its arithmetic, by experts where it takes as long as reading them."""
         wanted = self.among.wanted
-        return max(len(group) / len(wanted), sum(wanted[e] for e in group) / sum(wanted.values()))
+        of_rows, of_experts = sum(wanted[e] for e in group) / sum(wanted.values()), len(group) / len(wanted)
+        if (speed := getattr(self.pool.device, "speed", None)) is None:
+            return max(of_rows, of_experts)
+        _, arithmetic, memory = speed.parts(visit.products[0]).values()
+        return max(arithmetic * of_rows, memory * of_experts) / max(arithmetic, memory, 1)
 
     def _waves(self, route: Route, target: Backend, visit: Visit) -> None:
         """The other cards compute their experts while this one computes its own."""
@@ -242,8 +246,15 @@ class CardEngine(ExpertEngine):
         for b in blocks:
             ExpertEngine._waves(b.card, route, b.card.pool.device, b.visit)
         super()._waves(route, target, visit)
+        last = None
         for b in blocks:
+            device = b.card.pool.device
+            if last is not None:  # what comes to one card shares its link
+                device.wait_event(last)
             b.write(self.among.traffic, everything=route.eval_callback is not None)
+            last = device.new_event(f"{device.name} has sent layer {visit.layer}")
+            if last is not None:
+                last.record()
 
     def _may_need_waves(self, visit: Visit) -> bool:
         return self.among.placement is not None or super()._may_need_waves(visit)
@@ -259,10 +270,9 @@ class CardEngine(ExpertEngine):
                 mine = {e: s for e, s in scores.items() if where[e] == card.d}
                 ExpertEngine._announce(card, card.pool.device, layer, mine)
 
-    def _prefetch(self, target: Backend) -> None:
+    def _prefetch(self, target: Backend) -> bool:
         """Each card over its own link."""
-        for card in self.among.engines:
-            ExpertEngine._prefetch(card, card.pool.device)
+        return any([ExpertEngine._prefetch(card, card.pool.device) for card in self.among.engines])
 
 
 class Engines(Mover):
@@ -338,6 +348,10 @@ class Engines(Mover):
         self._others.begin()
         for engine in self.engines:
             engine.begin()
+
+    def keeps(self, weight: Tensor) -> bool:
+        """Whether a pool has it."""
+        return any(engine.keeps(weight) for engine in self.engines)
 
     def move(self, route: Route, target: Backend, split: Split, position: int) -> bool:
         """By the engine of the target, or ggml's rule where it has none."""

@@ -53,15 +53,15 @@ class Across:
 
 def offload_across(model: Model, budget: int | float | str, n_devices: int | None = None, *, placement: Placement | None = None,
                    copies: str = "local", backends: Sequence[Backend] | str | None = None, policy: str = "lru",
-                   forecast: Forecaster | None = None, prefetches: int = 4, n_ctx: int | None = None, n_batch: int = 512,
+                   forecast: Forecaster | None = None, prefetches: int = 4, mmap: bool = True, n_ctx: int | None = None, n_batch: int = 512,
                    n_seq_max: int = 1, recording: bool = False, verify: bool = False, trace: Trace | None = None) -> Across:  # fmt: skip
     """Open a session whose layers are divided among simulated cards, each with its own pool for experts.
 
     placement: where the experts of each layer are (see `placement.place`); the rest of a layer, shared experts too, stays on the layer's
     card. Without one, experts are where their layer is. copies: which copy of an expert computes, "local" or "least" (see
     `Placement.choose`). budget: of all cards together, divided by the places of their experts. backends: a machine, a preset's name for
-    each card, or one for all, such as "rtx3090-pcie4" (default: two round-numbered cards). forecast, policy: as in `offload`; what is
-    announced is loaded by the card that will compute it. Raises ParameterError where a card would have no experts, or too few slots.
+    each card, or one for all, such as "rtx3090-pcie4" (default: two round-numbered cards). forecast, policy, mmap: as in `offload`; what is
+    announced is loaded by the card that will compute it, and only out of pinned memory by several links at once. Raises ParameterError where a card would have no experts, or too few slots.
     """
     weights, k = expert_weights(model), model.hparams.n_expert_used
     if not weights:
@@ -76,12 +76,14 @@ def offload_across(model: Model, budget: int | float | str, n_devices: int | Non
     shares, least = _shares(weights, homes, placement, budget_bytes(model, budget), n), k
     if placement is not None:
         least = min(k, placement.holds.shape[1] // n)
-    owner = {w: homes[layer] for layer, merged in weights.items() for w in merged}
     first = {d: min(layer for layer in layers if homes[layer] == d) for d in set(homes.values())}
     rules = {r"_exps\.weight": machine[-1], r"^output": cards[max(first)]}
     for layer in range(model.hparams.n_layer):
         rules[rf"^blk\.{layer}\."] = cards[max((d for d in first if first[d] <= layer), default=0)]
-    placed, pools = place_weights(model, machine, overrides=rules), list[ExpertPool]()
+    pinned = None if mmap else machine[-1].buffer_type
+    placed, pools = place_weights(model, machine, overrides=rules, pinned=pinned), list[ExpertPool]()
+    weights = expert_weights(placed)
+    owner = {w: homes[layer] for layer, merged in weights.items() for w in merged}
     placed.layer_types = [placed.homes[f"blk.{i}.attn_norm.weight"].buffer_type for i in range(model.hparams.n_layer)]
     try:
         engines = []
