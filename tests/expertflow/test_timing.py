@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from workbench.devices.cost import DISKS
 from workbench.errors import ParameterError
 from workbench.expertflow.replay import Forecast, Stream, replay
 from workbench.expertflow.timing import LOSSES, costs, simulate
@@ -33,16 +34,21 @@ def oracle(trace, ahead=1):
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 10**6), st.sampled_from(["lru", "lfu", "predicted", "plec", "oracle"]), st.integers(2, 8), st.sampled_from([1, 4]),
-       st.sampled_from(["layer", "global"]), st.sampled_from([0, 2, "auto"]))
-def test_the_ledger_adds_up_and_no_time_is_negative(seed, policy, slots, batch, scope, host_below):
+       st.sampled_from(["layer", "global"]), st.sampled_from([0, 2, "auto"]), st.sampled_from(["expert", "matrix"]),
+       st.sampled_from([None, 2, 9]))
+def test_the_ledger_adds_up_and_no_time_is_negative(seed, policy, slots, batch, scope, host_below, granularity, host_slots):
     trace = routes(seed)
     slots = max(slots, 8 if batch > 1 else 2)
     forecast = oracle(trace) if policy in ("predicted", "plec") else None
-    out = simulate(trace, COSTS, policy, slots * (3 if scope == "global" else 1), scope=scope, batch=batch, forecast=forecast, host_below=host_below)
+    out = simulate(trace, COSTS, policy, slots * (3 if scope == "global" else 1), scope=scope, batch=batch, forecast=forecast, host_below=host_below,
+                   granularity=granularity, host_slots=host_slots)
     assert set(out.ledger) == set(LOSSES) and min(out.ledger.values()) >= 0
     assert sum(out.ledger.values()) == out.ns
     assert out.useful <= out.prefetches and out.hits <= out.accesses
-    assert out.link_busy == (out.demand_loads + out.prefetches) * COSTS.load
+    assert (out.ledger["disk"] > 0) == (host_slots is not None) and bool(out.disk_reads) == (host_slots is not None)
+    if granularity == "expert" and host_slots is None:
+        assert out.link_busy == (out.demand_loads + out.prefetches) * COSTS.load
+    assert out.link_busy <= (out.demand_loads + out.prefetches) * (COSTS.load + 2 * COSTS.device.link_ns)
 
 
 @settings(max_examples=25, deadline=None)
@@ -100,6 +106,75 @@ def test_wrong_forecasts_cost_time_and_are_charged_to_them():
     out = simulate(trace, COSTS, "predicted", 4, forecast=Forecast("wrong", wrong, 1))
     assert out.ledger["wasted prefetch"] > 0 and out.useful < out.prefetches / 2
     assert out.ns > simulate(trace, COSTS, "predicted", 4, forecast=oracle(trace)).ns
+
+
+def one(experts, n_layers=1):
+    """A trace of one sequence: for each token the two experts of every layer."""
+    ids = np.array([[row] * n_layers for row in experts], np.int32).transpose(1, 0, 2)
+    n = len(experts)
+    return RouteTrace(ids, np.full(ids.shape, np.nan, np.float32), np.arange(n_layers), np.zeros(n, int), np.arange(n), np.zeros(n, int), 8)
+
+
+def before_experts(out):
+    return int(COSTS.head(1) / out.scale) + COSTS.attention(1) + COSTS.ids(1)
+
+
+def test_an_expert_that_would_come_too_late_is_computed_on_the_host_and_its_load_goes_on():
+    """Token 1 needs expert 0, whose load began with the forecast, just before the router spoke; its other expert is there."""
+    trace, wanted = one([(1, 2), (0, 1)]), np.zeros((1, 2, 8))
+    wanted[0, 0, 1] = wanted[0, 1, 0] = 1.0
+    out, waiting = (simulate(trace, COSTS, "predicted", 4, forecast=Forecast("", wanted, 0), host_below=n) for n in ("auto", 2))
+    assert (out.hosted, waiting.hosted) == (2, 1) and out.hits == waiting.hits == 3
+    assert out.prefetches == waiting.prefetches == 2 and out.link_busy == 2 * COSTS.load
+    wait, there = COSTS.load - COSTS.ids(1) + COSTS.expert(1), COSTS.beside_copies(1)
+    assert waiting.ns - out.ns == pytest.approx(wait - there, abs=5) and wait > there
+
+
+def test_the_host_is_slower_while_the_link_copies():
+    """By hand: one token, expert 0 on the host, a useless load under way all the time."""
+    wanted = np.zeros((1, 1, 8))
+    wanted[0, 0, 7] = 1.0
+    quiet, copying = (simulate(one([(0, 1)]), COSTS, "predicted", 4, forecast=Forecast("", w, 0), host_below="auto")
+                      for w in (np.zeros((1, 1, 8)), wanted))
+    assert quiet.ns == before_experts(quiet) + 2 * COSTS.on_host(1)
+    share = 1 - COSTS.on_host(1) / COSTS.beside_copies(1)
+    slowed = 2 * COSTS.on_host(1) + share * (COSTS.load - COSTS.ids(1))           # both reads of memory, at their rates
+    assert copying.ns == pytest.approx(before_experts(copying) + slowed, abs=3)
+    rest = COSTS.host.memory - COSTS.device.link
+    assert COSTS.beside_copies(1) - COSTS.on_host(1) == pytest.approx(COSTS.expert_bytes * (1 / rest - 1 / COSTS.host.memory), abs=2)
+
+
+def test_loads_by_matrix_by_hand():
+    """Two missing experts: each product starts when its matrix is there, so only the last product of the last expert is not hidden."""
+    out = simulate(one([(0, 1)]), COSTS, "lru", 2, granularity="matrix")
+    piece = COSTS.device.transfer_ns(COSTS.expert_bytes // 3)
+    assert out.ns == pytest.approx(before_experts(out) + 6 * piece + COSTS.expert(1) / 3, abs=3)
+
+
+def test_a_demand_load_waits_for_a_matrix_of_a_prefetch_at_most():
+    wrong = np.zeros((1, 1, 8))
+    wrong[0, 0, 7] = 1.0
+    whole, parts = (simulate(one([(0, 1)]), COSTS, "predicted", 4, forecast=Forecast("wrong", wrong, 0), granularity=g)
+                    for g in ("expert", "matrix"))
+    piece = COSTS.device.transfer_ns(COSTS.expert_bytes // 3)
+    assert whole.ledger["wasted prefetch"] == COSTS.load - COSTS.ids(1) > piece >= parts.ledger["wasted prefetch"] > 0
+
+
+def test_what_the_host_does_not_hold_is_read_from_disk_first():
+    """Two tokens with the same experts: read once; with others between, and no room for four, each time. Also to be computed there."""
+    for host_below in (0, "auto"):
+        held, lost = (simulate(one([(0, 1), (2, 3), (0, 1)]), COSTS, "lru", 2, host_slots=n, host_below=host_below) for n in (4, 2))
+        assert (held.disk_reads, lost.disk_reads) == (4, 6)
+        assert lost.ns - held.ns == pytest.approx(2 * COSTS.read, rel=0.3)
+    out = simulate(one([(0, 1)]), COSTS, "lru", 2, host_slots=2)
+    assert out.ns == before_experts(out) + 2 * COSTS.read + COSTS.load + COSTS.expert(1)   # read, send; the first one is hidden
+    assert out.ledger["disk"] + out.ledger["compulsory"] == 2 * COSTS.read + COSTS.load - COSTS.expert(1)
+    sata = replace(COSTS, disk=DISKS["sata"])
+    assert simulate(one([(0, 1)]), sata, "lru", 2, host_slots=2).ns > 5 * out.ns
+    with pytest.raises(ParameterError, match="host_slots=1"):
+        simulate(one([(0, 1)]), COSTS, "lru", 2, host_slots=1)
+    with pytest.raises(ParameterError, match="granularity 'byte'"):
+        simulate(one([(0, 1)]), COSTS, "lru", 2, granularity="byte")
 
 
 def test_a_configuration_must_have_the_experts_of_the_trace():

@@ -100,6 +100,24 @@ PRODUCTS = ("MUL_MAT", "MUL_MAT_ID", "OUT_PROD", "MUL_MAT_ID_BACK", "OUT_PROD_ID
 """Ops whose arithmetic runs at the rate of products, not at that of vectors."""
 
 
+@dataclass(frozen=True)
+class Disk:
+    """Where weights lie that the host's memory does not hold. rate: bytes per nanosecond (GB/s) of one long read; latency_ns: its start."""
+
+    rate: float
+    latency_ns: int
+
+    def read_ns(self, nbytes: int) -> int:
+        """Time of one read."""
+        return self.latency_ns + int(nbytes / self.rate)
+
+
+DISKS = {"nvme-pcie4": Disk(7.0, 100_000), "nvme-pcie3": Disk(3.5, 100_000), "sata": Disk(0.56, 100_000)}
+"""By name. Sequential reads as the makers print them: Samsung 980 Pro (PCIe 4.0 x4) up to 7 GB/s, 970 Pro (PCIe 3.0 x4) up to 3.5 GB/s
+(pugetsystems.com, pages of the parts); SATA drives about 0.56 GB/s, and latencies of about 100 microseconds: from memory, unverified.
+A mapped file that is read page by page is slower."""
+
+
 # ---- presets
 
 PRESETS_FILE = Path(__file__).with_name("presets.toml")

@@ -9,14 +9,16 @@ The loss ledger adds up to the whole: each wait is charged to its cause when it 
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import ceil
 
 import numpy as np
 
-from workbench.devices.cost import Speed, preset
-from workbench.errors import ParameterError
+from workbench.devices.cost import DISKS, Disk, Speed, preset
+from workbench.errors import ParameterError, shown
 from workbench.expertflow.cache import ExpertCache, ExpertEvent
 from workbench.expertflow.replay import Forecast, Stream, cache_for, known_before, walk
 from workbench.moe import RouteTrace
@@ -25,11 +27,15 @@ from workbench.trace import Trace
 
 KERNELS = 20
 """Kernels that a layer starts besides those of its experts: norms, attention, the router."""
-LOSSES = ("compute", "compulsory", "capacity", "policy", "late prefetch", "wasted prefetch", "ids", "host")
+LOSSES = ("compute", "compulsory", "capacity", "policy", "late prefetch", "wasted prefetch", "ids", "host", "disk")
 """Where time goes. compute: the device works. Waits: compulsory, for an expert's first load; capacity, for one that Belady's policy
 would have had to load as well; policy, for one that it would not; late prefetch, for a load that was under way, or that stood
 behind a useful one; wasted prefetch, for the link, busy with what nobody used; ids, for the router's choice to reach the host; host,
-for experts computed there, beyond what the device does meanwhile."""
+for experts computed there, beyond what the device does meanwhile; disk, for experts that had to be read into the host's memory first."""
+GRANULARITIES = ("expert", "matrix")
+Key = tuple[int, int]
+"""layer, expert."""
+FOREVER = 1 << 62
 
 
 @dataclass(frozen=True)
@@ -42,6 +48,7 @@ class Costs:
     host: Speed
     name: str
     n_past: int = 0
+    disk: Disk = DISKS["nvme-pcie4"]
 
     @cached_property
     def expert_bytes(self) -> int:
@@ -79,18 +86,31 @@ class Costs:
         """One expert's matrices on the device."""
         return self._once("expert", n, lambda n: self._expert(n, self.device))
 
-    def _expert(self, n: int, on: Speed) -> int:
-        work = max(self.expert_bytes / on.memory, 2 * n * self.shape.expert / self._rate(on))
+    def _expert(self, n: int, on: Speed, memory: float = 0.0) -> int:
+        work = max(self.expert_bytes / (memory or on.memory), 2 * n * self.shape.expert / self._rate(on))
         return self.shape.matrices * on.launch_ns + int(work)
 
     def on_host(self, n: int) -> int:
         """The same on the host, with the rows' way there and back."""
-        return self._once("host", n, lambda n: self._expert(n, self.host) + 2 * self.device.transfer_ns(4 * n * self.shape.d))
+        return self._once("host", n, self._on_host)
+
+    def beside_copies(self, n: int) -> int:
+        """The same while the link copies all the time: it reads the same memory, of which the host keeps the rest, at least half."""
+        left = max(self.host.memory - self.device.link, self.host.memory / 2)
+        return self._once("beside", n, lambda n: self._on_host(n, left))
+
+    def _on_host(self, n: int, memory: float = 0.0) -> int:
+        return self._expert(n, self.host, memory) + 2 * self.device.transfer_ns(4 * n * self.shape.d)
 
     @cached_property
     def load(self) -> int:
         """An expert over the link, from pinned memory."""
         return self.device.transfer_ns(self.expert_bytes)
+
+    @cached_property
+    def read(self) -> int:
+        """An expert from disk into the host's memory."""
+        return self.disk.read_ns(self.expert_bytes)
 
     def ids(self, n: int) -> int:
         """The router's ids to the host, which waits for them."""
@@ -112,6 +132,11 @@ class Costs:
         weights = hidden * (self.shape.d + self.shape.router.n_expert)
         work = max(2 * weights / self.device.memory, 2 * weights / self._rate(self.device))
         return 2 * self.device.launch_ns + int(work) if hidden else 0
+
+    @cached_property
+    def look_ahead(self) -> int:
+        """The router of a layer to come on the present state: one more norm and product."""
+        return 2 * self.device.launch_ns + int(2 * self.shape.d * self.shape.router.n_expert / self.device.memory)
 
     def _rate(self, speed: Speed) -> float:
         return speed.flops_of.get(self.kind, speed.flops)
@@ -144,6 +169,7 @@ class Timed:
     useful: int = 0
     dropped: int = 0
     link_busy: int = 0
+    disk_reads: int = 0
 
     @property
     def per_token(self) -> float:
@@ -172,36 +198,49 @@ class Timed:
 
 def simulate(trace: RouteTrace | Stream, costs: Costs, policy: str = "lru", slots: int = 4, *, scope: str = "layer", batch: int = 1,
              forecast: Forecast | None = None, host_below: int | str = 0, hot: np.ndarray | None = None, thinking: int = 0,
-             record: Trace | None = None) -> Timed:  # fmt: skip
+             granularity: str = "expert", host_slots: int | None = None, record: Trace | None = None) -> Timed:  # fmt: skip
     """Run the routes of a trace with the costs of a configuration that has as many experts, k of them per token.
 
     policy, slots, scope, forecast, hot: as `replay`. batch: sequences side by side. host_below: missing experts with fewer tokens are
-    computed on the host and not loaded; "auto": where that is estimated to be quicker than a load. thinking: nanoseconds that the
-    predictor computes in each layer.
+    computed on the host and not loaded; "auto": where that is estimated to be quicker than a load, or than the rest of one that is
+    under way. The host is slower while the link copies: both read its memory. thinking: nanoseconds that the predictor computes in each
+    layer. granularity: whether loads go by "expert" or by "matrix": then an expert begins when its first matrix is there, and a load that
+    is needed waits for at most a matrix of a prefetch. host_slots: experts of the traced layers that the host's memory holds, those used
+    last (default: all); others are read from `costs.disk` first, also to be computed there.
     record: events of what streams and cache did. Raises ParameterError where trace and configuration do not fit.
     """
     stream = trace if isinstance(trace, Stream) else Stream(trace, batch=batch)
     routes, router = stream.trace, costs.shape.router
     if (routes.n_expert, routes.k) != (router.n_expert, router.n_used):
         raise ParameterError(f"routes with {routes.k} of {routes.n_expert} experts", f"{router.n_used} of {router.n_expert}: {costs.name}")
+    if granularity not in GRANULARITIES:
+        raise ParameterError(f"granularity {shown(granularity)!r}", f"one of {', '.join(GRANULARITIES)}")
+    if host_slots is not None and host_slots < router.n_used:
+        raise ParameterError(f"host_slots={host_slots!r}", f"{router.n_used} or more: those of a token in one layer")
     cache = cache_for(stream, policy, slots, scope, hot=hot)
-    return _Run(stream, costs, cache, forecast, host_below, record, thinking).all()
+    pieces = costs.shape.matrices if granularity == "matrix" else 1
+    return _Run(stream, costs, cache, forecast, host_below, record, thinking, pieces, host_slots).all()
 
 
 class _Run:
-    """One run. now: of the compute stream; link: when it is free; ready: when a load ends, by (layer, expert)."""
+    """One run. now: of the compute stream; link, disk: when these are free; ready: when each piece of a load has come, by (layer, expert);
+    rest: the prefetch of which pieces are still to be sent, not before `start`; ram: when each expert that is in the host's memory came."""
 
     def __init__(self, stream: Stream, costs: Costs, cache: ExpertCache, forecast: Forecast | None, host_below: int | str,
-                 record: Trace | None, thinking: int) -> None:  # fmt: skip
-        self.thinking = thinking
+                 record: Trace | None, thinking: int, pieces: int, host_slots: int | None) -> None:  # fmt: skip
+        self.thinking, self.pieces, self.host_slots = thinking, pieces, host_slots
+        self.piece = costs.device.transfer_ns(costs.expert_bytes // pieces)
         self.stream, self.costs, self.cache, self.host_below, self.record = stream, costs, cache, host_below, record
         self.known = known_before(stream, forecast) if forecast is not None else None
-        self.now = self.link = 0
-        self.ready: dict[tuple[int, int], int] = {}
-        self.ahead: dict[tuple[int, int], int] = {}  # prefetched and not used yet: number of the load
+        self.now = self.link = self.disk = self.start = 0
+        self.ready: dict[Key, list[int]] = {}
+        self.rest: Key | None = None
+        self.ram: OrderedDict[Key, int] = OrderedDict()
+        self.gaps: dict[Key, int] = {}  # how long the link waited for the disk, by load
+        self.ahead: dict[Key, int] = {}  # prefetched and not used yet: number of the load
         self.useful: set[int] = set()
         self.behind: list[tuple[int, int]] = []  # (load that kept the link busy, time lost)
-        self.met: set[tuple[int, int]] = set()
+        self.met: set[Key] = set()
         self.best = unavoidable(stream, cache)
         tokens = stream.trace.n_tokens
         self.out = Timed(costs, tokens, stream.n_steps, costs.shape.n_moe / stream.trace.n_layers)
@@ -209,10 +248,10 @@ class _Run:
 
     def all(self) -> Timed:
         """Every step, then what could only be told afterwards."""
-        out, n_layers = self.out, self.stream.trace.n_layers
+        out = self.out
         scaled_head = 1 / out.scale  # once per token, while layers are scaled up
-        for event in self.cache.preload():
-            self.ready[event[1], event[2]] = 0
+        for _ in self.cache.preload():
+            pass
         for step, ((layer, experts), counts) in enumerate(zip(self.stream, token_counts(self.stream), strict=True)):
             n = sum(counts) // self.stream.trace.k
             if layer == 0:
@@ -221,7 +260,7 @@ class _Run:
         for load, lost in self.behind:
             out.ledger["late prefetch" if load in self.useful else "wasted prefetch"] += lost
         out.ns, out.useful = self.now, len(self.useful)
-        assert sum(out.ledger.values()) == out.ns and n_layers
+        assert sum(out.ledger.values()) == out.ns
         return out
 
     def _layer(self, step: int, layer: int, wanted: dict[int, int], n: int) -> None:
@@ -232,27 +271,71 @@ class _Run:
         for target, scores in self.known(step) if self.known else ():
             self._note(cache.predict(target, scores))
         out.accesses += len(wanted)
-        missing = [e for e in wanted if not cache.holds(layer, e)]
-        hosted = [e for e in missing if self._on_host(wanted[e])]
         self._wait(costs.ids(n), "ids")
         self._note(cache.route(layer, list(wanted)))
-        served = [e for e in wanted if e not in hosted]
+        there = [e for e in wanted if cache.holds(layer, e)]
+        hosted = [e for e in wanted if e not in there and self._on_host(wanted[e])]
+        late = self._too_late(layer, {e: wanted[e] for e in there}, sum(costs.on_host(wanted[e]) for e in hosted))
+        begun, copied, host = self.now, self._copied(), {e: wanted[e] for e in (*hosted, *late)}
+        gap = self._until_read(layer, host)
+        served = [e for e in wanted if e not in hosted]  # the late ones count as used, too
+        self._finish(layer, set(there) - set(late), self.now)
         self._note(cache.need(layer, served), step)
-        begun = self.now
-        for e in sorted(served, key=lambda e: (self.ready.get((layer, e), 0), e)):
-            self._await(step, layer, e)
-            self._compute(costs.expert(wanted[e]), f"expert {e} of layer {layer}")
+        self._finish(layer, set(there) - set(late), FOREVER)
+        for e in sorted(served, key=lambda e: (self._end((layer, e)), e)):
+            if e not in host:
+                self._expert(step, layer, e, costs.expert(wanted[e]))
             cache.done(layer, e)
-        if hosted:
-            out.hosted += len(hosted)
-            end = begun + sum(costs.on_host(wanted[e]) for e in hosted)
-            self._busy("host", "compute", begun, end, f"{len(hosted)} experts of layer {layer}")
-            self._wait(max(0, end - self.now), "host")
+        if host:
+            self._host(layer, host, begun, copied, gap)
+
+    # ---- the host
 
     def _on_host(self, n: int) -> bool:
         if self.host_below == "auto":
             return self.costs.on_host(n) < self.costs.load
         return n < int(self.host_below)
+
+    def _too_late(self, layer: int, wanted: dict[int, int], before: int) -> list[int]:
+        """Experts under way that the host has computed before they are there, after what it has to do before; their loads go on."""
+        late: list[int] = []
+        for e in sorted(wanted, key=lambda e: -self._end((layer, e))) if self.host_below == "auto" else ():
+            before += self.costs.beside_copies(wanted[e])
+            if self._end((layer, e)) - self.now <= before:
+                break
+            late.append(e)
+        return late
+
+    def _until_read(self, layer: int, host: dict[int, int]) -> int:
+        """How long the host's work is held up by the disk."""
+        at, work = self.now, 0
+        for e, n in host.items():
+            work += self.costs.on_host(n)
+            at = max(at, self._in_ram((layer, e), self.now)) + self.costs.on_host(n)
+        return at - self.now - work
+
+    def _host(self, layer: int, host: dict[int, int], begun: int, copied: int, gap: int) -> None:
+        """Wait for experts on the host, which began when the layer's others did, and is slower while the link copies."""
+        self.out.hosted += len(host)
+        work, slowed = (sum(map(time, host.values())) for time in (self.costs.on_host, self.costs.beside_copies))
+        self._wait(max(0, min(gap, begun + gap + work - self.now)), "disk")
+        while (left := work + gap - (self.now - begun) + (1 - work / slowed) * (self._copied() - copied)) > 0:
+            self._wait(ceil(left), "host")  # while it waits, more may be copied
+        self._busy("host", "compute", begun, self.now, f"{len(host)} experts of layer {layer}")
+
+    def _in_ram(self, key: Key, asked: int) -> int:
+        """When an expert's bytes are in the host's memory; what is not there is read now, and what was used longest ago goes."""
+        if self.host_slots is None:
+            return asked
+        if key not in self.ram:
+            start, self.disk = max(asked, self.disk), max(asked, self.disk) + self.costs.read
+            self._busy("disk", "read", start, self.disk, f"expert {key[1]} of layer {key[0]}", self.costs.expert_bytes)
+            self.ram[key] = self.disk
+            self.out.disk_reads += 1
+            if len(self.ram) > self.host_slots:
+                self.ram.popitem(last=False)
+        self.ram.move_to_end(key)
+        return max(asked, self.ram[key])
 
     # ---- the compute stream
 
@@ -267,64 +350,112 @@ class _Run:
         """Time passes on the compute stream; an idle link uses it."""
         begin, self.now = self.now, self.now + ns
         self.out.ledger[why] += ns
-        self.link = max(self.link, begin)
-        while self.link < self.now and self._prefetch():
-            pass
+        self._prefetches(begin)
 
-    def _await(self, step: int, layer: int, expert: int) -> None:
-        """Wait for an expert that is still on its way."""
-        key = layer, expert
-        lost = max(0, self.ready.get(key, 0) - self.now)
+    def _expert(self, step: int, layer: int, expert: int, ns: int) -> None:
+        """Compute with an expert; with each piece as soon as it is there."""
+        key, what = (layer, expert), f"expert {expert} of layer {layer}"
+        pieces = self.ready.get(key, ())
+        why = self._reason(step, key, max(0, pieces[0] - self.now) if pieces else 0)
+        if not pieces or pieces[-1] <= self.now:
+            return self._compute(ns, what)
+        for i, ready in enumerate(pieces):
+            self._await(key, ready, why)
+            self._compute(ns * (i + 1) // len(pieces) - ns * i // len(pieces), what)
+
+    def _reason(self, step: int, key: Key, lost: int) -> str:
+        """What a wait for an expert is charged to."""
         if key in self.ahead:
             self.useful.add(self.ahead.pop(key))
             self.out.late += lost > 0
-            self._advance(lost, "late prefetch")
-            return
-        why = "compulsory" if key not in self.met else "capacity" if (step, expert) in self.best else "policy"
+            return "late prefetch"
+        why = "compulsory" if key not in self.met else "capacity" if (step, key[1]) in self.best else "policy"
         self.met.add(key)
+        return why
+
+    def _await(self, key: Key, ready: int, why: str) -> None:
+        """Wait for a piece that is still on its way."""
+        lost = max(0, ready - self.now)
         behind = min(lost, self._blocked.pop(key, 0))
         if behind:
             self.behind.append((self._blocker, behind))
             begin, self.now = self.now, self.now + behind
-            self.link = max(self.link, begin)
-        self._advance(lost - behind, why)
+            self._prefetches(begin)
+        read = min(lost - behind, self.gaps.pop(key, 0))
+        self._advance(read, "disk")
+        self._advance(lost - behind - read, why)
 
     # ---- the link
 
     _blocker = -1
 
+    def _copied(self) -> int:
+        """How long the link has copied so far."""
+        return self.out.link_busy - max(0, self.link - self.now)
+
+    def _end(self, key: Key) -> int:
+        """When an expert is there as a whole, if nobody else needs the link before."""
+        pieces = self.ready.get(key)
+        if pieces is None:
+            return 0
+        return pieces[-1] if len(pieces) == self.pieces else max(self.link, self.start) + (self.pieces - len(pieces)) * self.piece
+
+    def _prefetches(self, begin: int) -> None:
+        """Loads that nobody waits for yet, piece by piece, since `begin`."""
+        self.link = max(self.link, begin)
+        while self.link < self.now and (self.rest is not None or self._prefetch()):
+            if self.rest is not None:
+                if self.start >= self.now:  # still being read from disk
+                    return
+                self._piece(self.rest, max(self.link, self.start))
+
     def _prefetch(self) -> bool:
-        """One load that nobody waits for yet."""
         for kind, layer, expert, _ in self._noted(self.cache.prefetch()):
             if kind == "load":
                 self.out.prefetches += 1
-                self._send(layer, expert, self.link)
                 self.ahead[layer, expert] = self.in_flight = self.out.prefetches
+                self._begin((layer, expert), self.link)
                 return True
         return False
 
-    def _send(self, layer: int, expert: int, start: int) -> None:
-        self.link = start + self.costs.load
-        self.ready[layer, expert] = self.link
-        self.out.link_busy += self.costs.load
-        self._busy("link", "copy", start, self.link, f"expert {expert} of layer {layer}", self.costs.expert_bytes)
+    def _begin(self, key: Key, asked: int) -> None:
+        self.rest, self.start, self.ready[key] = key, self._in_ram(key, asked), []
+        self.gaps[key] = self.start - asked
+
+    def _finish(self, layer: int, experts: set[int], before: int) -> None:
+        """A prefetch that turns out to be needed now goes on at once, if it can start by then."""
+        if self.rest is not None and self.rest[0] == layer and self.rest[1] in experts and self.start <= before:
+            key = self.rest
+            while self.rest == key:
+                self._piece(key, max(self.link, self.now, self.start))
+
+    def _piece(self, key: Key, start: int) -> None:
+        self.link = start + self.piece
+        self.ready[key].append(self.link)
+        if len(self.ready[key]) == self.pieces:
+            self.rest = None if self.rest == key else self.rest
+        self.out.link_busy += self.piece
+        self._busy("link", "copy", start, self.link, f"expert {key[1]} of layer {key[0]}", self.costs.expert_bytes // self.pieces)
 
     def _note(self, events: Iterable[ExpertEvent], step: int = -1) -> None:
-        """Take decisions down; loads that are needed now queue up on the link."""
-        self._blocked: dict[tuple[int, int], int] = {}
-        first = True
+        """Take decisions down; loads that are needed now queue up on the link, those from disk last."""
+        self._blocked: dict[Key, int] = {}
+        loads: list[tuple[int, Key]] = []
         for kind, layer, expert, _ in self._noted(events):
             if kind == "hit":
                 self.out.hits += 1
                 self.met.add((layer, expert))
             elif kind == "load":
                 self.out.demand_loads += 1
-                if first and self.link > self.now:  # a prefetch has begun and is not taken back
-                    self._blocked[layer, expert], self._blocker = self.link - self.now, self.in_flight
-                first = False
-                self._send(layer, expert, max(self.link, self.now))
+                loads.append((self._in_ram((layer, expert), self.now), (layer, expert)))
             elif kind == "drop":
                 self.out.dropped += 1
+        if loads and self.link > self.now:  # a prefetch has begun and is not taken back
+            self._blocked[min(loads)[1]], self._blocker = self.link - self.now, self.in_flight
+        for start, key in sorted(loads):
+            self.ready[key], self.gaps[key] = [], max(0, start - max(self.link, self.now))
+            for _ in range(self.pieces):
+                self._piece(key, max(self.link, start))
 
     def _noted(self, events: Iterable[ExpertEvent]) -> Iterator[ExpertEvent]:
         for event in events:
@@ -332,6 +463,8 @@ class _Run:
             if kind == "evict":
                 self.ready.pop((layer, expert), None)
                 self.ahead.pop((layer, expert), None)
+                if self.rest == (layer, expert):
+                    self.rest = None
             if self.record is not None and kind in ("hit", "evict"):
                 self.record.add(kind, self.now, layer=layer, expert=expert)
             elif self.record is not None and kind == "load":
