@@ -19,6 +19,7 @@ from workbench.expertflow.forecast import Forecaster
 from workbench.expertflow.observe import Gates, Seen, membership, record, split
 from workbench.expertflow.predictors import Frequency, GateAhead, Oracle, OrElse, PreviousLayer, PreviousToken, Shared
 from workbench.expertflow.scoring import batches, coverage, curve, evaluate, mean, ranks, top
+from workbench.expertflow.warm_up import forecaster
 from workbench.moe import RouteTrace
 
 METRICS = paths.models_dir() / "metrics"
@@ -379,6 +380,26 @@ def test_every_name_is_shipped_for_both_models():
         assert list(network.shipped_predictors(name)) == network.names()
     assert json.dumps([s._asdict() for s in evaluate(Oracle(), made(), top(2))])          # plain numbers
     assert isinstance(trace("tiny-mixtral"), RouteTrace) and scoring.mean(evaluate(Oracle(), made(), top(2))).layer == -1
+
+
+def test_predictors_by_name_are_those_that_are_shipped():
+    shipped = network.shipped_predictors("tiny-mixtral")
+    for name in (name for name in network.names() if name != "network"):
+        assert (network.unfitted(name).name, network.unfitted(name).ahead) == (shipped[name].name, shipped[name].ahead)
+    assert (network.unfitted("non-linear-3").ahead, network.unfitted("non-linear-3").hidden) == (3, 64)
+    for name in ("network", "gate", "gate-x", "linear-5", ""):
+        with pytest.raises(ParameterError):
+            network.unfitted(name)
+
+
+def test_a_chain_of_predictors_shares_what_it_learnt():
+    """In "gate,frequency" the table of frequencies is there once, however wide the window."""
+    run = made()
+    one, wide = (forecaster("gate, frequency", run.gates, window, seen=run) for window in (1, 3))
+    assert one.nbytes == wide.nbytes == 3 * 4 * 6 and len(wide.predictors) == 3
+    assert forecaster("gate", run.gates, 2).nbytes == 0
+    with pytest.raises(ParameterError, match="learn from"):
+        forecaster("gate,frequency", run.gates)
 
 
 def test_a_forecaster_takes_only_what_can_be_known_between_two_layers():

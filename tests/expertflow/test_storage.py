@@ -1,4 +1,5 @@
-"""Experts stored in fewer bits: the same bits as a resident model of that storage, fewer bytes to move, and a stated error."""
+"""Experts as they lie on the host. In fewer bits: the bits of a resident model of that storage, fewer bytes to move, a stated error. In
+pinned memory: prefetches that overlap. And what is given back where something does not fit."""
 
 import numpy as np
 import pytest
@@ -6,9 +7,12 @@ import pytest
 from tests.expertflow.offloaded import Run
 from tests.models.architectures import write
 from workbench import models
-from workbench.errors import ModelError, ParameterError
+from workbench.devices.simulated import simulated_machine
+from workbench.errors import AllocationError, ModelError, ParameterError
 from workbench.expertflow.engine import expert_weights
-from workbench.expertflow.offload import expert_bytes
+from workbench.expertflow.forecast import Forecaster
+from workbench.expertflow.observe import Gates
+from workbench.expertflow.offload import expert_bytes, offload
 from workbench.expertflow.precision import STORAGES, StoredModel, logit_error, storage_errors, store_experts
 
 F16, Q8_0 = 122_880, 65_280
@@ -112,3 +116,30 @@ def test_closing_gives_the_converted_experts_back_and_nothing_else(model):
     stored.close()
     stored.close()
     assert all(w.storage.closed for w in matrices(stored)) and not any(w.storage.closed for w in matrices(model))
+
+
+# ---- pinned, and what does not fit
+
+
+def test_prefetches_from_pinned_memory_overlap_those_from_the_mapped_file_do_not(model, tokens):
+    """The same moves and bits; on the same card the run from pinned memory is over sooner, and its weights on the card are no more."""
+    logits, spent, counts, weights = [], [], [], []
+    for mmap in (True, False):
+        forecast = Forecaster.of_gates(Gates.of(model), 2)
+        with offload(model, 0.5, policy="predicted", forecast=forecast, backends="rtx3090-pcie4", mmap=mmap, n_ctx=256, n_batch=64) as run:
+            memory = run.engine.pool.device.buffer_type
+            logits.append([run.session.decode([t]) for t in tokens])
+            spent.append(memory.now)
+            counts.append((run.counters.loads, run.counters.prefetches))
+            weights.append(run.memory()["weights"])
+    assert np.array_equal(*logits) and counts[0] == counts[1] and min(counts[0]) > 0 and weights[0] == weights[1]
+    assert spent[1] < 0.97 * spent[0]
+
+
+@pytest.mark.parametrize("memory", [2_000_000, 7_000_000])
+def test_what_does_not_fit_names_both_parts_and_gives_everything_back(model, memory):
+    """Without room for the slots, and without room for the KV cache and the intermediate results beside them."""
+    backends = simulated_machine(1, memory, offload_min_batch=1)
+    with pytest.raises(AllocationError, match=r"slots of 2,949,120 bytes for experts beside [\d,]+ bytes of weights on GPU") as e:
+        offload(model, 24 * F16, backends=backends, storage="f16", n_ctx=4096)
+    assert "n_ctx" in str(e.value) and backends[0].buffer_type.used == 0
