@@ -61,6 +61,30 @@ def test_crossings_by_hand():
     assert everywhere.crossings(experts, np.array([0, 1, 1])).sum() <= sum(expected)
 
 
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10**6), st.sampled_from([2, 4]), st.integers(0, 2))
+def test_which_copy_computes(seed, n_devices, more):
+    rng = np.random.default_rng(seed)
+    found = place(rng.integers(0, 50, (1, 8)), n_devices, 8 + n_devices * more)
+    rows, home, held = {int(e): int(rng.integers(1, 9)) for e in rng.permutation(8)[:5]}, int(rng.integers(n_devices)), found.on(0)
+    for rule in ("local", "least"):
+        chosen = found.choose(0, rows, home, rule)
+        assert chosen.keys() == rows.keys() and all(held[e, d] for e, d in chosen.items())
+        if rule == "local":
+            assert all(d == home or not held[e, home] for e, d in chosen.items())
+        else:                                        # when the last one came to a device, no other with a copy had less to do
+            load = np.bincount(list(chosen.values()), [rows[e] for e in chosen], n_devices)
+            last = {d: max((e for e in chosen if chosen[e] == d), key=lambda e: (-rows[e], e)) for d in set(chosen.values())}
+            assert all(load[d] - rows[e] <= load[other] for d, e in last.items() for other in np.flatnonzero(held[e]))
+
+
+def test_homes_may_differ_by_layer():
+    found = place(np.array([[4, 3, 2, 1]] * 2), 2)
+    experts = np.array([[[0, 1], [2, 3]]] * 2)
+    apart = [found.crossings(experts, np.full(2, h)) for h in (0, 1)]
+    assert np.array_equal(found.crossings(experts, np.array([[0], [1]])), [apart[0][0], apart[1][1]])
+
+
 @pytest.mark.parametrize("arguments", [
     (np.ones((1, 4)), 8), (np.ones((1, 4)), 3), (np.ones(4), 2), (np.full((1, 4), np.nan), 2), (np.ones((1, 4)), 0), (np.ones((1, 6)), 4, 6),
 ])

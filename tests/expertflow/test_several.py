@@ -10,7 +10,7 @@ from tests.models.architectures import MODELS, write
 from workbench import models
 from workbench.devices.simulated import DeviceBuffer, simulated_machine
 from workbench.errors import AllocationError, ParameterError, StorageError
-from workbench.expertflow import parallel
+from workbench.expertflow import lanes
 from workbench.expertflow.engine import expert_weights
 from workbench.expertflow.forecast import Forecaster
 from workbench.expertflow.observe import Gates
@@ -165,7 +165,7 @@ def test_rows_side_by_side_or_as_they_lie(model, resident, monkeypatch):
     """Whether rows are packed for the journey changes neither what crosses nor any bit, only the number of copies."""
     placed, found = spread(model, 4), []
     for few in (0, 10**6):
-        monkeypatch.setattr(parallel, "FEW", few)
+        monkeypatch.setattr(lanes, "FEW", few)
         trace = Trace("virtual")
         with offload_across(model, 0.5, 4, placement=placed, trace=trace) as run:
             assert same(steps(run.session, model.tokenizer.encode(TEXT)), resident)

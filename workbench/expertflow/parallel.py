@@ -12,131 +12,17 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from workbench.devices.backend import Backend, Buffer, BufferType, copy_tensor
+from workbench.devices.backend import Backend, Buffer, copy_tensor
 from workbench.expertflow.engine import ExpertEngine, Visit
 from workbench.expertflow.hosted import Block
+from workbench.expertflow.lanes import Board, Lane, Traffic
 from workbench.expertflow.placement import Placement, visited
 from workbench.expertflow.pool import SlotView
-from workbench.scheduler.runtime import Part
 from workbench.scheduler.splits import Split
-from workbench.scheduler.transfer import Mover, Route, UsedExperts, runs
-from workbench.tensors.context import padded
-from workbench.tensors.dtype import F32, I32
-from workbench.tensors.ops.copies import GET_ROWS, SET_ROWS
+from workbench.scheduler.transfer import Mover, Route, UsedExperts
+from workbench.tensors.dtype import I32
 from workbench.tensors.storage import Usage
-from workbench.tensors.tensor import Flag, Tensor
-
-FEW = 3
-"""Up to so many runs of neighbouring rows are copied as they lie; more are laid side by side first."""
-
-
-class Traffic:
-    """What crossed the links between n cards. rows, nbytes: [from, to]. Rows sent to a card for its experts are `announced` where a forecast
-    had named card and token, else `unannounced`; `in_vain`: named and not sent."""
-
-    def __init__(self, n: int) -> None:
-        self.rows, self.nbytes = np.zeros((n, n), np.int64), np.zeros((n, n), np.int64)
-        self.announced = self.unannounced = self.in_vain = 0
-
-    def add(self, source: int, target: int, rows: int, nbytes: int) -> None:
-        """Some rows went from card to card."""
-        self.rows[source, target] += rows
-        self.nbytes[source, target] += nbytes
-
-    @property
-    def recall(self) -> float:
-        """Share of the rows sent that had been announced; NaN where none was sent."""
-        sent = self.announced + self.unannounced
-        return self.announced / sent if sent else float("nan")
-
-
-class Board:
-    """Memory for what is used by one layer after another: each takes it from the start."""
-
-    def __init__(self, kind: BufferType) -> None:
-        self.kind, self.buffer, self.uses = kind, None, list[list[Tensor]]()
-        self.buffer: Buffer | None
-
-    def place(self) -> None:
-        """Give memory to the tensors of all uses, more than before only where one needs it."""
-        size = max((sum(padded(t.nbytes, 256) for t in use) for use in self.uses), default=0)
-        if size > (self.buffer.size if self.buffer is not None else 0):
-            self.close()
-            self.buffer = self.kind.alloc_buffer(size, Usage.COMPUTE)
-        for use in self.uses:
-            at = 0
-            for t in use:
-                t.place(self.buffer, at)
-                at += padded(t.nbytes, 256)
-        self.uses = []
-
-    def close(self) -> None:
-        """Give the memory back."""
-        if self.buffer is not None:
-            self.buffer.close()
-            self.buffer = None
-
-
-class Lane:
-    """The way of some rows of a tensor on one card to the same rows of another on another card. n: rows of the tensors.
-
-    packs: whether many rows may be laid side by side, by a kernel on each card, so that one copy takes them all. That needs memory:
-    `packed` and `index` on both cards, `numbers` in pinned memory of the host.
-    """
-
-    def __init__(self, ends: Sequence[tuple[Backend, Tensor]], n: int, packs: bool = True) -> None:
-        self.ends, self.width, self.packs = list(ends), ends[0][1].nbytes // n // F32.block_bytes, packs
-        self.packed = [Tensor(F32, (self.width, n, 1, 1)).named(f"{t.name} packed") for _, t in ends]
-        self.index, self.numbers = [Tensor(I32, (n, 1, 1, 1)).named("rows") for _ in ends], Tensor(I32, (n, 1, 1, 1))
-        self._kernels: dict[int, list[Part]] = {}
-
-    def send(self, rows: np.ndarray) -> int:
-        """Ask for these rows, in ascending order, to be sent. Returns their bytes."""
-        (source, a), (target, b) = self.ends
-        few = list(runs(rows.tolist()))
-        if self.packs and len(few) > FEW:
-            numbers = self.numbers.require_data().host_bytes()[self.numbers.offset :][: rows.size * I32.block_bytes]
-            numbers[:] = rows.astype(np.int32).view(np.uint8)
-            for (card, _), index in zip(self.ends, self.index, strict=True):
-                card.set_async(index, numbers)
-            pack, unpack = self._kernels_of(len(rows))
-            source.compute_async(pack)
-            _copy(source, self._rows(self.packed[0], 0, len(rows)), target, self._rows(self.packed[1], 0, len(rows)))
-            target.compute_async(unpack)
-        else:
-            for first, last in few:
-                _copy(source, self._rows(a, first, last - first + 1), target, self._rows(b, first, last - first + 1))
-        return rows.size * self.width * F32.block_bytes
-
-    def _rows(self, t: Tensor, first: int, n: int) -> Tensor:
-        piece = Tensor(F32, (self.width, n, 1, 1), name=t.name)
-        piece.place(t.require_data(), t.offset + first * self.width * F32.block_bytes)
-        return piece
-
-    def _kernels_of(self, n: int) -> list[Part]:
-        """Packing at one end and unpacking at the other, kept for the numbers of rows that come again."""
-        if n not in self._kernels:
-            if len(self._kernels) >= 16:
-                self._kernels.clear()
-            parts = []
-            for (_, t), packed, index, op in zip(self.ends, self.packed, self.index, (GET_ROWS, SET_ROWS), strict=True):
-                whole, side, numbers = self._rows(t, 0, packed.ne[1]), self._rows(packed, 0, n), Tensor(I32, (n, 1, 1, 1))
-                numbers.place(index.require_data(), index.offset)
-                src = (whole, numbers) if op is GET_ROWS else (side, numbers, whole)
-                node = Tensor(F32, (side if op is GET_ROWS else whole).ne, op=op.name, spec=op, src=src, name=t.name,
-                              view_src=None if op is GET_ROWS else whole)  # fmt: skip
-                if op is GET_ROWS:
-                    node.place(side.require_data(), side.offset)
-                parts.append(Part([node.mark(Flag.COMPUTE)]))
-            self._kernels[n] = parts
-        return self._kernels[n]
-
-
-def _copy(source: Backend, a: Tensor, target: Backend, b: Tensor) -> None:
-    if not target.copy_async(source, a, b):
-        source.synchronize()
-        target.synchronize()
-        copy_tensor(a, b, target.trace)
+from workbench.tensors.tensor import Tensor
 
 
 class PeerBlock(Block):
@@ -180,10 +66,9 @@ class PeerBlock(Block):
 
     def uses(self) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         """What needs memory on the layer's card, on this one, and of the host."""
-        lanes = [lane for lane in (*self.there, *self.back) if lane.packs]
-        here = [t for lane in lanes for end, t, i in zip(lane.ends, lane.packed, lane.index) if end[0] is self.home.pool.device for t in (t, i)]
-        there = [t for lane in lanes for end, t, i in zip(lane.ends, lane.packed, lane.index) if end[0] is self.card.pool.device for t in (t, i)]
-        return here, [*self.inner, *there], [self.numbers, *(lane.numbers for lane in lanes)]
+        here = [t for lane in self.there for t in lane.uses(0)] + [t for lane in self.back for t in lane.uses(1)]
+        there = [t for lane in self.there for t in lane.uses(1)] + [t for lane in self.back for t in lane.uses(0)]
+        return here, self.inner + there, [self.numbers, *(lane.numbers for lane in (*self.there, *self.back) if lane.packs)]
 
     def fetch(self, ids: np.ndarray, traffic: Traffic) -> None:
         """Send the rows that want experts here, and the ids. ids (T, k)."""
@@ -196,8 +81,7 @@ class PeerBlock(Block):
             traffic.add(self.home.d, self.card.d, len(rows), lane.send(rows))
 
     def write(self, traffic: Traffic, everything: bool) -> None:
-        """Send the finished rows into the results of the layer's card. everything: of the nodes between, too, for somebody who looks at them;
-        the links between cards carry that for nobody else."""
+        """Send the finished rows into the results of the layer's card. everything: those of all nodes, for somebody who looks."""
         for lane in self.back:
             if lane.packs:
                 traffic.add(self.card.d, self.home.d, len(self._places), lane.send(self._places))
@@ -236,7 +120,7 @@ class CardEngine(ExpertEngine):
         if (speed := getattr(self.pool.device, "speed", None)) is None:
             return max(of_rows, of_experts)
         _, arithmetic, memory = speed.parts(visit.products[0]).values()
-        return max(arithmetic * of_rows, memory * of_experts) / max(arithmetic, memory, 1)
+        return float(max(arithmetic * of_rows, memory * of_experts) / max(arithmetic, memory, 1))
 
     def _waves(self, route: Route, target: Backend, visit: Visit) -> None:
         """The other cards compute their experts while this one computes its own."""
@@ -284,13 +168,14 @@ class Engines(Mover):
 
     attaches = True
 
-    def __init__(self, engines: Sequence[CardEngine], homes: Mapping[int, int], placement: Placement | None = None, rule: str = "local") -> None:
+    def __init__(self, engines: Sequence[CardEngine], homes: Mapping[int, int], placement: Placement | None = None,
+                 rule: str = "local") -> None:  # fmt: skip
         self.engines, self.homes, self.placement, self.rule = list(engines), dict(homes), placement, rule
         self.layers = sorted(homes)
         self.traffic, self.wanted = Traffic(len(engines)), dict[int, int]()
         self.announced: dict[int, np.ndarray] = {}
         self.blocks: dict[Visit, list[PeerBlock]] = {}
-        self._boards = [Board(e.pool.device.buffer_type) for e in engines]
+        self._boards: list[Board] = []
         self._of, self._others = {id(e.pool.device): e for e in engines}, UsedExperts()
         for d, engine in enumerate(engines):
             engine.d, engine.among = d, self
@@ -321,16 +206,16 @@ class Engines(Mover):
         if self.placement is None:
             return kept
         self._clear()
-        self.blocks = {v: [PeerBlock(home, card, v) for card in self.engines if card is not home] for home in self.engines for v in home.visits}
-        if len(self._boards) == len(self.engines):
-            self._boards.append(Board(backends[-1].buffer_type))
-        for blocks in self.blocks.values():
-            uses: list[list[Tensor]] = [[] for _ in self._boards]
-            for b in blocks:
-                for d, tensors in zip((b.home.d, b.card.d, -1), b.uses(), strict=True):
-                    uses[d] += tensors
-            for board, use in zip(self._boards, uses, strict=True):
-                board.uses.append(use)
+        self._boards = self._boards or [Board(b.buffer_type) for b in (*(e.pool.device for e in self.engines), backends[-1])]
+        for home in self.engines:
+            for visit in home.visits:
+                blocks = self.blocks[visit] = [PeerBlock(home, card, visit) for card in self.engines if card is not home]
+                uses: list[list[Tensor]] = [[] for _ in self._boards]
+                for b in blocks:
+                    for d, tensors in zip((home.d, b.card.d, -1), b.uses(), strict=True):
+                        uses[d] += tensors
+                for board, use in zip(self._boards, uses, strict=True):
+                    board.uses.append(use)
         for board in self._boards:
             board.place()
         return kept

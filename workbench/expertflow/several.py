@@ -61,7 +61,8 @@ def offload_across(model: Model, budget: int | float | str, n_devices: int | Non
     card. Without one, experts are where their layer is. copies: which copy of an expert computes, "local" or "least" (see
     `Placement.choose`). budget: of all cards together, divided by the places of their experts. backends: a machine, a preset's name for
     each card, or one for all, such as "rtx3090-pcie4" (default: two round-numbered cards). forecast, policy, mmap: as in `offload`; what is
-    announced is loaded by the card that will compute it, and only out of pinned memory by several links at once. Raises ParameterError where a card would have no experts, or too few slots.
+    announced is loaded by the card that will compute it, and only out of pinned memory by several links at once. Raises ParameterError
+    where a card would have no experts, or too few slots.
     """
     weights, k = expert_weights(model), model.hparams.n_expert_used
     if not weights:
@@ -96,7 +97,8 @@ def offload_across(model: Model, budget: int | float | str, n_devices: int | Non
             except ParameterError as error:
                 raise ParameterError(f"{card.name}'s part of the budget: {error.found}", error.expected, error.hint) from None
             slots = {size: len(found) for size, found in pool.classes.items()}
-            cache = ExpertCache(policy, slots, list(mine), model.hparams.n_expert, scope="global", sizes=list(pool.sizes.values()), least=least)
+            cache = ExpertCache(policy, slots, list(mine), model.hparams.n_expert, scope="global", sizes=list(pool.sizes.values()),
+                                least=least)  # fmt: skip
             engines.append(CardEngine(pool, cache, forecast, prefetches=prefetches))
         among = Engines(engines, homes, placement, copies)
         scheduler = Scheduler(machine, transfer=among)
@@ -141,7 +143,8 @@ def _require(placement: Placement | None, n: int, n_layers: int, n_experts: int)
     placement.require(n, n_experts)
 
 
-def _shares(weights: Mapping[int, Sequence[Tensor]], homes: Mapping[int, int], placement: Placement | None, budget: int, n: int) -> list[int]:
+def _shares(weights: Mapping[int, Sequence[Tensor]], homes: Mapping[int, int], placement: Placement | None, budget: int,
+            n: int) -> list[int]:  # fmt: skip
     """The budget divided among the cards, by the bytes of the experts that have places there."""
     if placement is not None:  # of each layer the same number of places everywhere
         return [budget // n] * n

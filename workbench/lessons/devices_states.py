@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from workbench import models, paths
-from workbench.devices.simulated import simulated_machine
+from workbench.cgraph import CGraph
+from workbench.devices.cost import Speed, preset
+from workbench.devices.simulated import SimulatedDevice, simulated_machine
 from workbench.expertflow import sources
-from workbench.expertflow.observe import record
-from workbench.expertflow.placement import Placement, pack, place
+from workbench.expertflow.cache import ExpertCache
+from workbench.expertflow.forecast import Forecaster
+from workbench.expertflow.observe import Gates, record
+from workbench.expertflow.parallel import CardEngine, Engines
+from workbench.expertflow.placement import Placement, pack, place, visited
+from workbench.expertflow.pool import ExpertPool
 from workbench.expertflow.predictors import GateAhead
 from workbench.expertflow.several import offload_across
 from workbench.expertflow.timing import Costs, costs
-from workbench.moe import RouteTrace
+from workbench.moe import ExpertWeights, RouteTrace, Routing, build_experts, configs
 from workbench.scheduler import Scheduler
+from workbench.tensors import Context, Flag, Tensor, Usage
 
 
 class Cards(NamedTuple):
@@ -25,6 +33,54 @@ class Cards(NamedTuple):
 
     rows: list[tuple[str, int, int, int, int]]
     equal: bool
+
+
+class Spread(NamedTuple):
+    """A text on cards that share the experts of each layer. rows: (there, back) as counted while it ran, and as its routes say; recall of
+    the journeys announced; loads waited for, and loads ahead of time; equal: as in `Cards`."""
+
+    rows: tuple[int, int]
+    said: tuple[int, int]
+    recall: float
+    loads: int
+    ahead: int
+    equal: bool
+
+
+class LayerRun(NamedTuple):
+    """One layer's experts on some cards: virtual ns of the run, visits and choices elsewhere per token, imbalance, results."""
+
+    ns: int
+    visits: float
+    away: float
+    imbalance: float
+    out: np.ndarray
+
+
+@dataclass(frozen=True)
+class Uncut(Speed):
+    """A card that computes with cut matrices and takes as long as with whole ones: of their width `d` one part in cut[0] is there, of the
+    experts' inner width `f` one in cut[1]. Copies count as rows of the whole width."""
+
+    d: int = 1
+    f: int = 1
+    cut: tuple[int, int] = (1, 1)
+
+    def _whole(self, t: Tensor) -> Tensor:
+        real = {self.d // self.cut[0]: self.d, self.f // self.cut[1]: self.f}
+        widths = {"f16": 2, "f32": 1}.get(t.dtype.name, 0)  # of matrices and of rows
+        ne = tuple(real.get(n, n) if i < widths else n for i, n in enumerate(t.ne))
+        return Tensor(t.dtype, ne, op=t.op, spec=t.spec, params=t.params)
+
+    def parts(self, node: Tensor) -> dict[str, int]:
+        """Those of the whole node."""
+        whole = self._whole(node)
+        whole.src = tuple(None if s is None else self._whole(s) for s in node.src)
+        return super().parts(whole)
+
+    def transfer_ns(self, nbytes: int, pinned: bool = True) -> int:
+        """That of whole rows."""
+        return super().transfer_ns(nbytes * self.cut[0], pinned)
 
 
 class Lesson26:
@@ -55,6 +111,23 @@ class Lesson26:
             rows = [(f"{min(e.pool.weights)} to {max(e.pool.weights)}", sum(map(len, e.pool.classes.values())), c.hits, c.loads,
                      c.demand_bytes) for e, c in zip(run.engines, run.counters, strict=True)]  # fmt: skip
         return Cards(rows, all(np.array_equal(a, b) for a, b in zip(logits, self._whole(tuple(tokens)), strict=True)))
+
+    def spread(self, n: int, fetch: int = 0, budget: float = 0.5, n_tokens: int = 24) -> Spread:
+        """`n_tokens` fixed tokens of English on `n` cards that share the experts of each layer, placed by the loads of English. fetch: with
+        a forecast by the next layer's gate that names so many experts, and a policy that reads it."""
+        text = (paths.models_dir() / "samples" / "english.txt").read_text("utf-8")[:400]
+        tokens, placed = self.model.tokenizer.encode(text)[:n_tokens], place(self.loads("english"), n)
+        forecast = Forecaster.of_gates(Gates.of(self.model), fetch=fetch) if fetch else None
+        policy = "plec" if fetch else "lru"
+        with offload_across(self.model, budget, n, placement=placed, policy=policy, forecast=forecast, recording=True) as run:
+            logits = [run.session.decode([t]) for t in tokens]
+            routes, t = run.session.routes.experts.astype(int), run.traffic
+            home = np.array([run.among.homes[layer] for layer in run.among.layers])[:, None]
+            away = sum(int((self._of(placed, i)[e] != h).sum()) for i, (e, h) in enumerate(zip(routes, home, strict=True)))
+            there = t.announced + t.unannounced
+            return Spread((there, int(t.rows.sum()) - there), (int(placed.crossings(routes, home).sum()), away), t.recall,
+                          sum(c.loads for c in run.counters), sum(c.prefetches for c in run.counters),
+                          all(np.array_equal(a, b) for a, b in zip(logits, self._whole(tuple(tokens)), strict=True)))  # fmt: skip
 
     @lru_cache(2)  # noqa: B019 - one state per lesson
     def _whole(self, tokens: tuple[int, ...]) -> list[np.ndarray]:
@@ -135,6 +208,60 @@ class Lesson26:
         rows = n_tokens / n_devices * visits
         return n * c.expert(each), 2 * c.device.transfer_ns(int(rows * 2 * c.shape.d)) if rows else 0
 
+    @staticmethod
+    def one_home_ns(c: Costs, n_tokens: int, visits: float, away: float) -> int:
+        """Rows there, and a row back for each choice elsewhere, over the link of one card that has all tokens, as f32."""
+        return sum(c.device.transfer_ns(int(n_tokens * n * 4 * c.shape.d)) for n in (visits, away) if n)
+
+    def run_layer(self, name: str, n_devices: int, n_tokens: int, trace: str = "tiny-mixtral", card: str = "a100") -> LayerRun:
+        """The experts of one layer of a published model, run on simulated cards that hold them all, for recorded routes of English whose
+        tokens are all on the first card. Matrices are cut, so that a laptop can multiply them, and random; the clock takes them whole."""
+        shape, cut = configs.model(name), (8, 16)
+        e, k, d, f = shape.router.n_expert, shape.router.n_used, shape.d // cut[0], shape.f // cut[1]
+        known = preset(card).speed
+        speed = Uncut(**{field.name: getattr(known, field.name) for field in fields(Speed)}, d=shape.d, f=shape.f, cut=cut)
+        machine = simulated_machine(",".join([card] * n_devices), offload_min_batch=1, speed=speed)
+        placed = place(self.loads("english", trace)[:1], n_devices)
+        ids = self.part("english", trace).experts[:1, :n_tokens].astype(np.int32)
+        rng, context, graph = np.random.default_rng(0), Context(10**5, no_alloc=True), CGraph()
+
+        def tensor(what: str, ne: tuple[int, ...], value: np.ndarray, home: SimulatedDevice, usage: Usage = Usage.ANY) -> Tensor:
+            t = context.new_tensor({"f2": "f16", "f4": "f32", "i4": "i32"}[value.dtype.str[1:]], *ne, name=what)
+            t.place(home.buffer_type.alloc_buffer(t.nbytes, usage))
+            t.set(value)
+            return t
+
+        def drawn(*shape: int) -> np.ndarray:
+            return rng.standard_normal(shape, np.float32) / 16
+
+        matrices = [tensor(f"blk.0.ffn_{what}_exps.weight", ne, drawn(*ne[::-1]).astype(np.float16), machine[-1], Usage.WEIGHTS)
+                    for what, ne in (("up", (d, f, e)), ("gate", (d, f, e)), ("down", (f, d, e)))]  # fmt: skip
+        x = tensor("x", (d, n_tokens), drawn(n_tokens, d), machine[0])
+        chosen = tensor("ids", (k, n_tokens), ids[0], machine[0])
+        shares = tensor("shares", (1, k, n_tokens), np.full((n_tokens, k, 1), 1 / k, np.float32), machine[0])
+        with context.active():
+            out = build_experts(x, ExpertWeights(matrices[1], matrices[0], matrices[2]), Routing(chosen, shares, x, x), graph=graph)
+        graph.build_forward_expand(out.mark(Flag.OUTPUT))
+        engines = []
+        for device in machine[:-1]:
+            pool = ExpertPool(device, {0: matrices}, sum(w.nbytes for w in matrices) // n_devices, least=e // n_devices)
+            slots = {size: len(found) for size, found in pool.classes.items()}
+            engines.append(CardEngine(pool, ExpertCache("lru", slots, [0], e, scope="global", sizes=list(pool.sizes.values()))))
+        scheduler = Scheduler(machine, transfer=Engines(engines, {0: 0}, placed))
+        for _ in range(2):  # the first run brings the experts
+            scheduler.reset()
+            scheduler.alloc(graph)
+            start = machine[0].machine.now
+            scheduler.compute(graph)
+        ns, there, home = machine[0].machine.now - start, self._of(placed, 0)[ids[0]], np.zeros(n_tokens, int)
+        return LayerRun(ns, float(placed.crossings(ids, home).mean()), float((there != 0).sum(1).mean()),
+                        placed.imbalance(np.bincount(ids.ravel(), minlength=e)[None]), out.numpy().copy())  # fmt: skip
+
+    @staticmethod
+    def _of(placed: Placement, layer: int) -> np.ndarray:
+        """The device of each expert of a layer, where there are no copies."""
+        return placed.on(layer).argmax(1)
+
     @cached_property
     def announced(self) -> dict[int, tuple[float, float, float]]:
         """What the gate of the next layer says one layer ahead about English, taking its 2, 3 or 4 best experts: by how many, (recall of
@@ -151,17 +278,7 @@ class Lesson26:
                 true = seen.routes.experts[m].astype(int)
                 right += int((true[:, :, None] == guess[:, None]).sum())
                 wanted += true.size
-                a, b = self._visited(placed, m, true, home), self._visited(placed, m, guess, home)
+                a, b = (visited(self._of(placed, m)[e], home, 4) for e in (true, guess))
                 hit, visits, said = hit + int((a & b).sum()), visits + int(a.sum()), said + int(b.sum())
             out[n] = right / wanted, hit / visits, hit / said
-        return out
-
-    @staticmethod
-    def _visited(placed: Placement, layer: int, experts: np.ndarray, home: np.ndarray) -> np.ndarray:
-        """(tokens, devices): who goes where, without copies."""
-        of = np.empty(placed.loads.shape[1], int)
-        of[placed.holds[layer]] = placed.device_of_place()
-        out = np.zeros((len(home), placed.n_devices), bool)
-        np.put_along_axis(out, of[experts], True, 1)
-        out[np.arange(len(home)), home] = False
         return out
