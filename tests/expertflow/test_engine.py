@@ -143,7 +143,7 @@ def test_a_product_that_reads_another_experts_slot_is_caught():
         tokens = model.tokenizer.encode(PROMPT)
         run.session.decode(tokens)
         for slot in run.pool.where.values():
-            slot.tag = (0, 99, slot.load)
+            slot.tags[0] = (0, 99, slot.load)
         with pytest.raises(StorageError, match=r"expert \d of layer \d is read from a slot that holds"):
             run.session.decode(tokens[:1])
         run.close()

@@ -111,7 +111,7 @@ class HostBlock(Block):
     def fetch(self, device: Backend) -> None:
         """Copy what the experts read to the host; asked of the device before anything else of the layer, and waited for."""
         read = [(twin, device.get_async(source)) for source, twin in self._inputs]
-        device.synchronize()
+        device.synchronize(copies=False)
         for twin, data in read:
             twin.require_data().write(0, data)
 

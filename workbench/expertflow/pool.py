@@ -1,14 +1,14 @@
 """The pool: slots on a device that hold whole experts, taken once and used again for ever.
 
-An expert is its matrices side by side in one slot. Weights that are copied into a graph's splits get a `SlotView` as memory, so no
-compute buffer holds an expert; products ask it for `expert(e)` and are answered with the slot, so ids are never rewritten. Each
-answer checks the slot's tag (layer, expert, load): bytes of another expert can never be read in its place.
+An expert is its matrices side by side in one slot, and they come one after another. Weights that are copied into a graph's splits get
+a `SlotView` as memory, so no compute buffer holds an expert; products ask it for `expert(e)` and are answered with the slot, so ids are
+never rewritten. Each answer checks the tag (layer, expert, load) of the matrix: other bytes can never be read in its place.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,8 @@ from workbench.tensors.tensor import Tensor
 
 Expert = tuple[int, int]
 """Layer and number of an expert."""
+Tag = tuple[int, int, int]
+"""Layer and number of an expert, and the number of the load that brought it."""
 FRESH = 0xFF
 ALIGNMENT = 256
 """Slots, and the matrices in them, start at multiples of this many bytes."""
@@ -30,17 +32,29 @@ ALIGNMENT = 256
 @dataclass(eq=False, slots=True)
 class Slot:
     """Room for one expert. holds: whose bytes will be there when all that was asked for has happened, and load: the number of the
-    load that brings them; tag: whose are there now; ready: the end of that load; read: the end of the last product that reads it;
-    ahead: the load was asked for before anybody wanted the expert."""
+    load that brings them; unsent: its matrices that were not asked for yet; tags: whose bytes are there now, by matrix; ready: by matrix,
+    the ends of copies that nobody has waited for; read: the end of the last product that reads what will be overwritten; ahead: the
+    load was asked for before anybody wanted the expert, and nobody has since."""
 
     buffer: Buffer
     size: int
     holds: Expert | None = None
     load: int = 0
-    tag: tuple[int, int, int] | None = None
-    ready: Event | None = None
+    unsent: list[int] = field(default_factory=list)
+    tags: list[Tag | None] = field(default_factory=list)
+    ready: dict[int, Event] = field(default_factory=dict)
     read: Event | None = None
     ahead: bool = False
+
+    @property
+    def tag(self) -> Tag | None:
+        """Whose bytes are there now, from the first matrix to the last; None where they are not one expert's."""
+        return self.tags[0] if len(set(self.tags)) == 1 else None
+
+    @property
+    def there(self) -> bool:
+        """Whether all that was asked for has happened, as far as the host can see (its last copy is the last to end)."""
+        return not self.unsent and (not self.ready or next(reversed(self.ready.values())).done)
 
 
 class ExpertPool:
@@ -65,15 +79,19 @@ class ExpertPool:
         self.kind = BufferType(f"{device.name} experts", memory.alignment, memory.max_size, memory.is_host,
                                lambda _, size, usage: memory.alloc_buffer(size, usage))  # fmt: skip
         self.classes: dict[int, list[Slot]] = {size: [] for size in counts}
+        self._free: dict[int, list[Slot]] = {size: [] for size in counts}  # the last one is the next to be taken
+        self._views: dict[Tensor, SlotView] = {}
         try:
             for size, n in counts.items():
                 self.grow(size, n)
         except BaseException:
-            self._free()
+            self._give_back()
             raise
         self.where: dict[Expert, Slot] = {}
         self.n_loads = 0
+        self.link: Event | None = None  # the end of the last copy that was asked for
         self._views = {w: SlotView(self, layer, m) for layer, merged in self.weights.items() for m, w in enumerate(merged)}
+        self.views = {layer: [self._views[w] for w in merged] for layer, merged in self.weights.items()}
 
     # ---- what it holds
 
@@ -101,42 +119,72 @@ class ExpertPool:
 
     # ---- moving
 
-    def load(self, layer: int, expert: int) -> Slot:
-        """Ask for an expert on the copy stream, into a free slot, after the last product that reads what was there.
-
-        Raises StorageError where no slot is free: evict first.
-        """
-        slot = next((s for s in self.classes[self.sizes[layer]] if s.holds is None), None)
-        if slot is None or (layer, expert) in self.where:
+    def take(self, layer: int, expert: int) -> Slot:
+        """Give an expert a free slot; its matrices are still to be sent. Raises StorageError where no slot is free: evict first."""
+        free = self._free[self.sizes[layer]]
+        if not free or (layer, expert) in self.where:
             raise StorageError(f"expert {expert} of layer {layer} to be loaded", "a free slot, and the expert in none yet")
+        slot = self.where[layer, expert] = free.pop()
         self.n_loads += 1
-        tag = (layer, expert, self.n_loads)
-        slot.holds, slot.load, self.where[layer, expert] = (layer, expert), self.n_loads, slot
-        for m, weight in enumerate(self.weights[layer]):
-            memory = weight.require_data().host_bytes()
-            start = weight.offset + expert * weight.nb[2]
-            slot.ready = self._send(self.matrix(slot, layer, m), memory[start : start + weight.nb[2]], slot.read)
-            if not m:  # from its first bytes on, what was there before is gone
-                self.device.then(lambda: setattr(slot, "tag", None), copies=True)
-        self.device.then(lambda: setattr(slot, "tag", tag), copies=True)
+        slot.holds, slot.load, slot.unsent = (layer, expert), self.n_loads, list(range(len(self.weights[layer])))
+        slot.ready.clear()
         return slot
 
-    def _send(self, place: Tensor, data: np.ndarray, after: Event | None) -> Event | None:
+    def send(self, slot: Slot, m: int) -> int:
+        """Ask for matrix `m` of a slot's expert on the copy stream, after the last product that reads what was there. Returns its bytes."""
+        assert slot.holds is not None
+        layer, expert = slot.holds
+        weight, tag = self.weights[layer][m], (layer, expert, slot.load)
+        nbytes, first = weight.nb[2], len(slot.unsent) == len(self.weights[layer])
+        start = weight.offset + expert * nbytes
+        self._send(slot, m, self.matrix(slot, layer, m), weight.require_data().host_bytes()[start : start + nbytes])
+        slot.unsent.remove(m)
+
+        def arrived() -> None:
+            if first:  # what was there before is gone
+                slot.tags = [None] * len(self.weights[layer])
+            slot.tags[m] = tag
+
+        self.device.then(arrived, copies=True)
+        return nbytes
+
+    def load(self, layer: int, expert: int) -> Slot:
+        """Take a slot and send all of an expert."""
+        slot = self.take(layer, expert)
+        for m in range(len(self.weights[layer])):
+            self.send(slot, m)
+        return slot
+
+    def _send(self, slot: Slot, m: int, place: Tensor, data: np.ndarray) -> None:
+        """Ask for a copy into a slot; later ones come after it, so only the first has to wait for those who read what was there."""
+        after, slot.read = slot.read, None
         prefetch = getattr(self.device, "prefetch", None)
-        if prefetch is not None:
-            return prefetch(place, data, 0, after)
-        self.device.set_async(place, data)
-        return None
+        if prefetch is None:
+            self.device.set_async(place, data)
+        else:
+            self.link = slot.ready[m] = prefetch(place, data, 0, after)
+
+    def remaining(self, slot: Slot) -> int:
+        """Nanoseconds until all of a slot's expert is there, by the clock of a simulated device; 0 on one that does not know."""
+        now, speed = self.device.buffer_type.now, getattr(self.device, "speed", None)
+        ends = [self.link, *slot.ready.values()] if slot.unsent else slot.ready.values()
+        unsent = sum(speed.transfer_ns(self.weights[slot.holds[0]][m].nb[2]) for m in slot.unsent) if speed and slot.holds else 0
+        return max((getattr(e, "time", now) - now for e in ends), default=0) + unsent
 
     def evict(self, layer: int, expert: int) -> None:
         """Take an expert's slot back. Its bytes stay there until the next load, or, scrubbed, until nobody reads them any more."""
-        slot = self.where.pop((layer, expert))
-        slot.holds = None
+        slot = self._vacate((layer, expert))
         if self.scrub:
             whole = Tensor(dtype("i8"), (slot.size, 1, 1, 1)).named("evicted slot")
             whole.place(slot.buffer)
-            slot.ready = self._send(whole, np.full(slot.size, FRESH, np.uint8), slot.read)
-            self.device.then(lambda: setattr(slot, "tag", None), copies=True)
+            self._send(slot, 0, whole, np.full(slot.size, FRESH, np.uint8))
+            self.device.then(lambda: setattr(slot, "tags", []), copies=True)
+
+    def _vacate(self, expert: Expert) -> Slot:
+        slot = self.where.pop(expert)
+        slot.holds, slot.unsent = None, []
+        self._free[slot.size].append(slot)
+        return slot
 
     def matrix(self, slot: Slot, layer: int, m: int) -> Tensor:
         """Matrix `m` [k, n] of the expert in a slot, as a tensor."""
@@ -149,40 +197,50 @@ class ExpertPool:
         """Take `n` more slots of a class. Raises AllocationError where the device has no room; those taken before stay."""
         for _ in range(n):
             self.classes[size].append(Slot(self.kind.alloc_buffer(size, Usage.WEIGHTS), size))
+            self._free[size].insert(0, self.classes[size][-1])
 
     def shrink(self, size: int, n: int) -> int:
         """Give `n` slots of a class back to the device, empty ones, when all work on them is done. Returns the bytes given back.
 
         Raises StorageError where fewer are empty: evict first.
         """
-        empty = [slot for slot in self.classes[size] if slot.holds is None][:n]
-        if len(empty) < n:
-            raise StorageError(f"{n} slots to be given back, of which {len(empty)} are empty", "empty slots", "evict experts first")
+        free = self._free[size]
+        if len(free) < n:
+            raise StorageError(f"{n} slots to be given back, of which {len(free)} are empty", "empty slots", "evict experts first")
         self.device.synchronize()
-        for slot in empty:
+        for slot in [free.pop() for _ in range(n)]:
             self.classes[size].remove(slot)
+            for view in self._views.values():
+                view.forget(slot)
             slot.buffer.close()
         return n * size
 
     def forget_unfinished(self) -> list[Expert]:
-        """After a run that failed: give the slots back whose loads did not happen; whose they were to be."""
+        """After a run that failed: give the slots back whose loads did not happen; whose they were to be. Nobody is busy any more."""
         lost = [e for e, slot in self.where.items() if slot.tag != (*e, slot.load)]
         for expert in lost:
-            self.where.pop(expert).holds = None
+            self._vacate(expert)
+        for slots in self.classes.values():
+            for slot in slots:
+                slot.read = None
+                slot.ready.clear()
+        self.link = None
         return lost
 
     def close(self) -> None:
         """Give the memory back."""
         self.where.clear()
-        self._free()
+        self._give_back()
         for view in self._views.values():
             view.closed = True
 
-    def _free(self) -> None:
+    def _give_back(self) -> None:
         for slots in self.classes.values():
             for slot in slots:
                 slot.buffer.close()
             slots.clear()
+        for free in self._free.values():
+            free.clear()
 
 
 class SlotView:
@@ -196,7 +254,7 @@ class SlotView:
         self.pool, self.layer, self.m, self.weight = pool, layer, m, weight
         self.name, self.size, self.buffer_type = f"slots of {weight.name}", weight.nbytes, pool.kind
         self.shape, self.dtype, self.direct = weight.ne[::-1], weight.dtype, blas_can_read(weight)
-        self.table: dict[int, tuple[Slot, int]] = {}
+        self.table: Mapping[int, tuple[Slot, int]] = {}
         self.only: Collection[int] | None = None
         self._decoded: dict[Slot, DecodedWeights] = {}
 
@@ -222,15 +280,16 @@ class SlotView:
             raise StorageError(f"{device.name} reads {shown(self.name)}", f"{self.pool.device.name}, whose memory that is")
         return self
 
-    def bind(self, table: dict[int, tuple[Slot, int]], only: Collection[int] | None) -> None:
+    def bind(self, table: Mapping[int, tuple[Slot, int]], only: Collection[int] | None) -> None:
         """From now on: which load of which slot answers for each expert, and which experts are computed with."""
         self.table, self.only = table, only
 
     def expert(self, e: int, part: slice = slice(None), into: Any = None) -> Any:
         """Rows of an expert's matrix. Raises StorageError where its bytes are not there now, or not these."""
         slot, load = self.table.get(e, (None, 0))
-        if slot is None or slot.tag != (self.layer, e, load):
-            held = "no slot" if slot is None else f"a slot that holds {slot.tag or 'nothing'}"
+        tag = slot.tags[self.m] if slot is not None and self.m < len(slot.tags) else None
+        if slot is None or tag != (self.layer, e, load):
+            held = "no slot" if slot is None else f"a slot that holds {tag or 'nothing'}"
             raise StorageError(f"expert {e} of layer {self.layer} is read from {held}", f"its own bytes, of load {load}",
                                "a product was asked for before its experts were there: wait for the load")  # fmt: skip
         if self.pool.verify:
@@ -242,6 +301,10 @@ class SlotView:
             rows = self._decoded[slot] = DecodedWeights(device.xp, device.operand(place), self.dtype, self.direct)
         return rows.matrix(0, 0, part, into)
 
+    def forget(self, slot: Slot) -> None:
+        """A slot is given back to the device."""
+        self._decoded.pop(slot, None)
+
     def matrix(self, i3: Any, i2: Any, part: slice, into: Any = None) -> Any:
         """Only MUL_MAT_ID reads from slots."""
         raise StorageError(f"matrices of {shown(self.name)} as a stack", "one expert at a time: `expert(e)`")
@@ -250,7 +313,8 @@ class SlotView:
         start = self.pool.offsets[self.layer][self.m]
         there = slot.buffer.device_bytes()[start : start + self.weight.nb[2]]
         start = self.weight.offset + e * self.weight.nb[2]
-        if not np.array_equal(there, self.weight.require_data().host_bytes()[start : start + self.weight.nb[2]]):
+        xp = self.pool.device.xp
+        if not xp.array_equal(there, xp.asarray(self.weight.require_data().host_bytes()[start : start + self.weight.nb[2]])):
             raise StorageError(f"the slot of expert {e} of layer {self.layer} differs from {shown(self.weight.name)}", "a copy",
                                "were the weights rearranged, or the file replaced, after the load?")  # fmt: skip
 

@@ -141,6 +141,8 @@ class Runtime:
         """Copy one input of a split to its backend."""
         tensor, copy, b = split.inputs[position], split.copies[position][self.slot], split.backend
         home = self._of[tensor]
+        if self.hooks.keeps(tensor):
+            return
         self._await_neighbours(home)
         if int(tensor.flags) & _INPUT:
             self._copy_user_input(tensor, copy, home, b)

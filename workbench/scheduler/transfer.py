@@ -84,6 +84,10 @@ class Mover:
     def begin(self) -> None:
         """A run over all splits starts."""
 
+    def keeps(self, weight: Tensor) -> bool:
+        """Whether copies of a weight are memory of the policy's own: nobody waits for their last readers, nothing is moved."""
+        return False
+
     def compute(self, route: Route, target: Backend, split: Split) -> list[Tensor]:
         """All inputs are there. Returns the nodes that the runtime shall compute: those that the policy has not asked for itself."""
         return split.nodes
