@@ -10,7 +10,7 @@ SHORT = ["tiny-mixtral-f16", "--tokens", "3"]
 
 
 @pytest.mark.parametrize("more", [["--expert-budget", "100%"], ["--expert-budget", "245760"], ["--policy", "static", "--expert-budget", "25%"],
-                                  ["--policy", "plec", "--predictor", "gate", "--window", "2", "--prefetches", "1"], ["--host-below", "auto"],
+                                  ["--policy", "plec", "--predictor", "gate", "--window", "2", "--prefetches", "1", "--granularity", "matrix"], ["--host-below", "auto"],
                                   ["--predictor", "gate,frequency", "--host-below", "auto", "--no-mmap"], ["--expert-storage", "int8", "--policy", "static"],
                                   ["--predictor", "previous-token", "--expert-storage", "q4_0", "--fit", "tiny-mixtral"]])  # fmt: skip
 def test_the_text_is_the_same_with_any_budget(more, capsys):
@@ -46,7 +46,7 @@ def test_an_interrupt_while_loading_ends_quietly(monkeypatch, capsys):
     (["--window", "2"], "--window without"), (["--fetch", "2"], "--fetch without"), (["--predictor", "gate", "--window", "99"], "1 to 4 layers"),
     (["--predictor", "gate", "--fetch", "0"], "fetch=0"), (["--predictor", "gate", "--fetch", "9"], "fetch=9"), (["--device", "toaster"], "toaster"),
     (["--tokens", "-1"], "n_tokens=-1"), (["--predictor", "oracle"], "the router's answer"), (["--predictor", "network"], "the tokens of the text"),
-    (["--predictor", "gate-1"], "the window says"), (["--predictor", "gate", "--window", "0"], "1 or more"),
+    (["--granularity", "byte"], "expert, matrix"), (["--predictor", "gate-1"], "the window says"), (["--predictor", "gate", "--window", "0"], "1 or more"),
     (["--predictor", "previous-layer", "--window", "2"], "a smaller window"), (["--predictor", "frequency", "--window", "7"], "at most 6"),
     (["--predictor", "gate", "--policy", "lru"], "lru fetches nothing ahead"), (["--predictor", "gate", "--policy", "static"], "predicted or plec"),
     (["--predictor", "gate", "--prefetches", "-1"], "prefetches=-1"), (["--prefetches", "1"], "--prefetches without"),

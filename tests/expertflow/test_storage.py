@@ -11,9 +11,10 @@ from workbench.devices.simulated import simulated_machine
 from workbench.errors import AllocationError, ModelError, ParameterError
 from workbench.expertflow.engine import expert_weights
 from workbench.expertflow.forecast import Forecaster
-from workbench.expertflow.observe import Gates
+from workbench.expertflow.observe import Gates, record
 from workbench.expertflow.offload import expert_bytes, offload
 from workbench.expertflow.precision import STORAGES, StoredModel, logit_error, storage_errors, store_experts
+from workbench.expertflow.warm_up import forecaster
 
 F16, Q8_0 = 122_880, 65_280
 """Bytes of one expert of tiny-mixtral: 3 matrices of 128 x 160 numbers, 2 bytes each, or 34 for 32."""
@@ -46,6 +47,21 @@ def test_logits_are_those_of_a_resident_model_of_the_same_storage(model, tokens,
         assert run.counters.loads and run.pool.nbytes <= share * expert_bytes(run.offloaded.host)
         run.offloaded.close()
     assert model.weights["token_embd.weight"].numpy().any()                               # the original is open
+
+
+def test_pinned_int8_experts_with_forecasts_and_misses_on_the_host(model, tokens):
+    """All at once: what `run --expert-storage int8 --no-mmap --predictor gate,frequency --host-below auto` does."""
+    with store_experts(model, "int8") as stored:
+        whole = Run(stored, None)
+        wanted = whole.text(tokens)
+        whole.close()
+    seen = record(model, [tokens])
+    for host_below in ("auto", 2):
+        ahead = forecaster("gate,frequency", seen.gates, 2, seen=seen)
+        run = Run(model, 0.25, storage="int8", mmap=False, policy="predicted", forecast=ahead, host_below=host_below)
+        assert np.array_equal(run.text(tokens), wanted)
+        assert run.counters.hosted and run.counters.prefetches and 0 < ahead.recall < 1
+        run.offloaded.close()
 
 
 @pytest.mark.parametrize("storage", ["q8_0", "q4_0"])

@@ -46,7 +46,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--predictor", default="none", metavar="NAME[,NAME…]",
                    help="what to prefetch. gate: the routers of the next layers on the present hidden state; linear, non-linear, "
                         "linear-on-scores: layers fitted to replace them; frequency, previous-token, previous-layer: from routes. "
-                        "Several: each where those before it are silent, as in gate,previous-token")  # fmt: skip
+                        "Several: each where those before it are silent, as in gate,frequency")  # fmt: skip
     p.add_argument("--fit", metavar="TRACE|TEXT", help="what predictors and the static set learn from: a recorded trace, by name or file, "
                                                        "or a text file (default: the prompt)")  # fmt: skip
     p.add_argument("--window", type=int, metavar="LAYERS", help="how many layers the predictor looks ahead (default 1)")
@@ -55,6 +55,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--scope", choices=("global", "layer"), default="global", help="whether layers share their slots (default global)")
     p.add_argument("--host-below", type=_host, default=0, metavar="TOKENS|auto",
                    help="compute missing experts with fewer tokens on the host instead of loading them (default 0: never)")  # fmt: skip
+    p.add_argument("--granularity", default="expert", metavar="expert|matrix",
+                   help="what a product waits for: all of an expert, or its own matrix (default expert)")  # fmt: skip
     p.add_argument("--no-mmap", action="store_true", help="copy the experts into pinned memory, from which prefetches really overlap")
     p.add_argument("--device", default="rtx3090-pcie4", help="preset of the card (default rtx3090-pcie4)")
     p.add_argument("--verify", action="store_true",
@@ -88,7 +90,7 @@ def _run(args: argparse.Namespace) -> int:
             forecast = forecaster(args.predictor, gates, 1 if args.window is None else args.window, args.fetch, seen)
         with offload(model, args.expert_budget, policy=policy, scope=args.scope, forecast=forecast, storage=args.expert_storage,
                      mmap=not args.no_mmap, host_below=args.host_below, prefetches=4 if args.prefetches is None else args.prefetches,
-                     backends=args.device, verify=args.verify, hot=hot) as run:  # fmt: skip
+                     granularity=args.granularity, backends=args.device, verify=args.verify, hot=hot) as run:  # fmt: skip
             text = generate(run.session, args.prompt, args.tokens)
             print(args.prompt, end="", flush=True)
             try:
@@ -147,7 +149,7 @@ def _report(run: Offloaded, n_tokens: int) -> list[tuple[str, str, str]]:
         ]  # fmt: skip
     rows += [
         ("evictions", f"{c.evictions:,}", ""), ("computed on the host", f"{c.hosted:,}", ""),
-        ("waves", f"{c.waves:,}", "where a batch needs more experts than there are slots"),
+        ("waves", f"{c.waves:,}", "where a batch needs more experts than there are slots, or some are computed on the host"),
         ("waits for ids", f"{c.ids_waits:,}", f"over {n_tokens:,} tokens"),
         ("memory", "", ", ".join(f"{part} {bytes_text(n)}" for part, n in run.memory().items() if n)),
     ]  # fmt: skip

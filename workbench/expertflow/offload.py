@@ -91,15 +91,15 @@ def budget_bytes(model: Model, budget: int | float | str) -> int:
 
 def offload(model: Model, budget: int | float | str, *, policy: str = "lru", scope: str = "global", forecast: Forecaster | None = None,
             storage: str | None = None, mmap: bool = True, host_below: int | str = 0, prefetches: int = 4,
-            backends: Sequence[Backend] | str | None = None, n_ctx: int | None = None, n_batch: int = 512, n_seq_max: int = 1,
-            recording: bool = False, verify: bool = False, scrub: bool = False, future: Future | None = None,
+            granularity: str = "expert", backends: Sequence[Backend] | str | None = None, n_ctx: int | None = None, n_batch: int = 512,
+            n_seq_max: int = 1, recording: bool = False, verify: bool = False, scrub: bool = False, future: Future | None = None,
             hot: np.ndarray | None = None, trace: Trace | None = None) -> Offloaded:  # fmt: skip
     """Open a session over `model` whose experts have `budget` bytes on the device.
 
-    policy, scope, future, hot: see `ExpertCache`; forecast, host_below, prefetches: see `ExpertEngine`. storage: the experts are converted
-    on the host first (`precision.store_experts`), and all bytes are those of the converted ones. mmap: what stays on the host stays in
-    the mapped file, which is pageable: a copy from there keeps the host waiting, so that a prefetch hides nothing; without, it is copied
-    into pinned memory, from which a card copies while the host goes on. backends: a machine, or a preset's name, such as
+    policy, scope, future, hot: see `ExpertCache`; forecast, host_below, prefetches, granularity: see `ExpertEngine`. storage: the experts
+    are converted on the host first (`precision.store_experts`), and all bytes are those of the converted ones. mmap: what stays on the
+    host stays in the mapped file, which is pageable: a copy from there keeps the host waiting, so that a prefetch hides nothing; without,
+    it is copied into pinned memory, from which a card copies while the host goes on. backends: a machine, or a preset's name, such as
     "rtx3090-pcie4" (default: a round-numbered simulated card), whose first device computes the experts of any batch.
     verify: compare what products read with the host's bytes; scrub: overwrite what is evicted. Raises ParameterError where the budget is
     below the experts of one token, with the least that works.
@@ -133,7 +133,8 @@ def offload(model: Model, budget: int | float | str, *, policy: str = "lru", sco
             slots = {size: (len(found) - staging) // (members[size] if scope == "layer" else 1) for size, found in pool.classes.items()}
             cache = ExpertCache(policy, slots, layers, n_expert, scope=scope, sizes=[pool.sizes[i] for i in layers], least=k,
                                 future=future, hot=hot)  # fmt: skip
-            engine = ExpertEngine(pool, cache, forecast, host_below=host_below, prefetches=prefetches, staging=staging)
+            engine = ExpertEngine(pool, cache, forecast, host_below=host_below, prefetches=prefetches, staging=staging,
+                                  granularity=granularity)  # fmt: skip
             scheduler = Scheduler(backends, transfer=engine)
             session = Session(placed, n_ctx, n_batch, n_seq_max, scheduler=scheduler, recording=recording)
         except AllocationError as e:
