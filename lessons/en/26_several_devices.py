@@ -9,7 +9,7 @@
 # %% [markdown]
 # # 26 · Several devices
 #
-# **46 minutes** · before it: 22, the expert cache, and 17, load balancing · after it: 27, your own model
+# **50 minutes** · before it: 22, the expert cache, and 17, load balancing · after it: 27, your own model
 #
 # A second card doubles the room for experts, and brings two new questions: which expert lives where, and what tokens pay for going there. The answers
 # come from loads, which somebody has to count, and from links, which are slower than anything on a card.
@@ -270,7 +270,64 @@ views.table(["experts taken", "recall of experts", "recall of visits", "precisio
             "Easier: a wrong expert on the right device is still the right journey.")
 
 # %% [markdown]
-# ## 7 · Your turn · 6 min
+# ## 7 · Run it · 4 min
+#
+# A formula leaves things out; a run cannot. Now the experts of *one* layer really are on several cards, each with its own pool. The layer's
+# card reads its router's ids and sends each other card the rows that want its experts, no others. A row comes back for each choice: adding up
+# stays at home, in the router's order, for another order has other bits. The tiny Mixtral, 24 tokens of English, slots for half of all experts:
+
+# %%
+rows = []
+for n in (1, 2, 4):
+    s = state.spread(n)
+    assert s.equal and s.rows == s.said                  # the bits of a model that is all there
+    rows.append((n, *s.rows, *s.said, s.loads))
+heads = ["cards", "rows there", "rows back", "there, by routes", "back, by routes", "loads in all"]
+views.table(heads, rows, "Run on simulated cards: what crosses is what the routes say, row by row.")
+
+# %% [markdown]
+# Now time, which needs a real size: one layer of **LLaMA-MoE-v1-3.5B**, f16, on A100 behind PCIe 4, all experts resident. 1,024 tokens, all of
+# them on *one* card, as here; section 6 had them spread over all. From one card to four, the layer takes…
+
+# %% tags=["predict"]
+lesson.predict("run")
+
+# %%
+rows, took, out = [], {}, {}
+for name, trace in (("Mixtral-8x7B", "tiny-mixtral"), ("LLaMA-MoE-v1-3.5B", "tiny-deepseek")):
+    for n in (1, 2, 4):
+        r, c = state.run_layer(name, n, 1024, trace), state.costs(name, "a100")
+        compute, link = state.layer_ns(c, 1024, n, r.visits, r.imbalance)
+        home = state.one_home_ns(c, 1024, r.visits, r.away)
+        assert np.array_equal(out.setdefault(name, r.out), r.out)   # the same bits on any number of cards
+        assert abs(r.ns / (compute + home) - 1) < 0.25              # and the formula counts what matters
+        took[name, n] = r.ns
+        rows.append((name, n, *(f"{ns / 1e6:.2f}" for ns in (r.ns, compute, link, home))))
+heads = ["model", "cards", "run, ms", "computing", "link, tokens spread", "link, tokens on one card"]
+views.table(heads, rows, "One layer in f16 on A100, ms: the run, and what formulas say of its parts.")
+
+# %% tags=["reveal"]
+ratio = took["LLaMA-MoE-v1-3.5B", 4] / took["LLaMA-MoE-v1-3.5B", 1]
+said = "quarter" if ratio < 0.4 else "half" if ratio < 0.8 else "same" if ratio < 1.25 else "longer"
+large = took["Mixtral-8x7B", 1] / took["Mixtral-8x7B", 4]
+lesson.reveal("run", said, times=f"{ratio:.1f}", large=f"{large:.1f}")
+
+# %% [markdown]
+# The link of the one card carries everything, and twice as many bytes as in section 6: rows in 32 bits, and one back for each choice. So servers keep tokens
+# on all cards, add up before the way back, and send fewer bits. And they ask who will travel. The same 24 tokens with a forecast by the next layer's
+# gate; each card loads what is announced to it:
+
+# %%
+rows = [("nobody", "-", state.spread(4).loads, 0)]
+for n in (2, 3, 4):
+    s = state.spread(4, fetch=n)
+    assert s.equal
+    rows.append((f"{n} experts per token", f"{s.recall:.0%}", s.loads, s.ahead))
+views.table(["announced", "of all journeys", "loads waited for", "loads ahead"], rows,
+            "Four cards: loads start early where journeys are announced. No one announces layer 0.")
+
+# %% [markdown]
+# ## 8 · Your turn · 6 min
 #
 # **Tier 1.** How uneven is a placement?
 
@@ -370,13 +427,14 @@ for name, devices in (("tiny-mixtral", 4), ("tiny-mixtral", 2), ("tiny-deepseek"
 lesson.check("visits", visits, expected, on, ["4 devices", "2 devices", "4 of 16 experts"])
 
 # %% [markdown]
-# ## 8 · Names · 1 min
+# ## 9 · Names · 1 min
 #
 # | here | elsewhere | left out |
 # |---|---|---|
 # | `place`, `pack`, `replicate` | `rebalance_experts`, `balanced_packing`, `replicate_experts` of EPLB | moving experts while serving |
 # | `Placement.crossings` | dispatch and combine of an all-to-all (DeepEP) | shorter numbers on the way (fp8) |
-# | `offload_across`, `Engines` | llama.cpp's split by layer (`-sm layer`), with a pool for each card | forecasts across cards |
+# | `offload_across` | llama.cpp's split by layer (`-sm layer`), with a pool for each card | two layers at work at once |
+# | `offload_across(placement=…)`, `CardEngine` | expert parallelism in vLLM, SGLang | tokens on all cards; adding up before the way back |
 # | `layer_ns` | - | overlap of link and computing, NVLink, switches |
 #
 # **Next**: lesson 27 opens a model of yours and asks all these questions of it.
