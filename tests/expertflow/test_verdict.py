@@ -22,8 +22,10 @@ def test_a_cache_beats_copying_with_even_routes_and_pays_only_where_it_beats_the
         host = max(b.tokens_per_second for b in found.bounds if b.over == "memory of the host")
         copied = min(b.tokens_per_second for b in found.bounds if b.over == "link")
         assert said.bound.tokens_per_second > copied
-        assert ("does not pay" in said.sentence) == (said.bound.tokens_per_second <= host)
-    assert "does not pay" not in verdict(fit(header, 8 * GIB, 24 * GIB, 63e9, ram_speed=5e9)).sentence
+        assert ("misses cross the link does not pay" in said.sentence) == (said.bound.tokens_per_second <= host)
+        assert ("on the host it does not pay" in said.sentence) == (said.hybrid.tokens_per_second <= host)
+        assert said.hybrid.nbytes == said.bound.nbytes and (said.hybrid.tokens_per_second > said.bound.tokens_per_second) == (ram_speed > link)
+    assert "misses cross the link pays" in verdict(fit(header, 8 * GIB, 24 * GIB, 63e9, ram_speed=5e9)).sentence
 
 
 def test_more_room_never_hurts(header):
@@ -33,7 +35,7 @@ def test_more_room_never_hurts(header):
 
 def test_no_room_for_a_tokens_experts_is_said(header):
     said = verdict(fit(header, int(1.6 * GIB), 24 * GIB, 12.6e9))
-    assert said.bound is None and "no room" in said.sentence
+    assert said.bound is said.hybrid is None and "no room" in said.sentence
 
 
 def test_nothing_is_said_where_nothing_moves(header):
@@ -42,6 +44,6 @@ def test_nothing_is_said_where_nothing_moves(header):
 
 
 def test_the_nearest_recorded_router_stands_in():
-    assert _recorded(0.5, 2 / 8)[0] in ("tiny-mixtral", "tiny-deepseek") and 0.5 < _recorded(0.5, 0.25)[1] < 1
+    assert _recorded(0.5, 2 / 8)[0] in ("tiny-mixtral", "tiny-deepseek") and 0.5 < _recorded(0.5, 0.25)[2] < 1
     with pytest.raises(ParameterError):
         _recorded(0.0, 0.25)

@@ -30,8 +30,8 @@ def main(argv: list[str]) -> int:
     from workbench.expertflow.verdict import verdict
 
     cache = verdict(found)
-    if cache is not None and cache.bound is not None:
-        found.bounds.append(cache.bound)
+    if cache is not None:
+        found.bounds += filter(None, (cache.bound, cache.hybrid))
     for line in report(found):
         print(line)
     if cache is not None:

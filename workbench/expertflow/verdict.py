@@ -19,50 +19,59 @@ SAMPLES = ("tiny-mixtral", "tiny-deepseek")
 
 
 class Verdict(NamedTuple):
-    """How fast a cache of experts could be at most (None: it cannot run), and the verdict in a sentence."""
+    """How fast a cache of experts could be at most, with misses that cross the link, and with misses computed on the host (None: it cannot
+    run); and the verdict in a sentence."""
 
     bound: Bound | None
+    hybrid: Bound | None
     sentence: str
 
 
 def verdict(found: Fit) -> Verdict | None:
     """The verdict for a model whose experts do not all fit on the card; None where they do, there are none, or nothing fits.
 
-    A bound like the others of `fit`: bytes of the misses over the link, everything else hidden.
+    Bounds like the others of `fit`: bytes of the misses over the link, or through the host's memory, everything else hidden. Forecasts
+    only decide what is a miss, and a copy reads the host's memory as well: so they stay below the second one with these hits.
     """
     needs = {need.what.split(",")[0].split(" (")[0]: need.nbytes for need in found.needs}
     experts, active = needs["all experts"], needs["experts of one token"]
     if found.fits != "split" or not experts or not active:
         return None
     room = next(c.available - c.needed for c in found.checks if c.question.startswith("all except"))
-    host = max(b.tokens_per_second for b in found.bounds if b.over == "memory of the host")
+    host, memory = max((b.tokens_per_second, b.bandwidth) for b in found.bounds if b.over == "memory of the host")
     if room < active:
-        return Verdict(None, "ExpertFlow: the card has no room for the experts of a token in every layer, so no cache of them can run.")
+        return Verdict(None, None, "ExpertFlow: the card has no room for the experts of a token in every layer: no cache of them can run.")
     share = min(room / experts, 1.0)
-    name, hits = _recorded(share, active / experts)
+    name, policy, hits = _recorded(share, active / experts)
     copied = next(b for b in found.bounds if b.over == "link")
     dense_seconds = 1 / copied.tokens_per_second - copied.nbytes / copied.bandwidth
     missed = active * (1 - hits)
-    seconds = max(missed / copied.bandwidth + dense_seconds, 1e-12)
-    bound = Bound(f"a cache of {share:.0%} of the experts, {hits:.0%} hits (LFU on {name}'s recorded routes)", 1 / seconds, missed,
-                  copied.bandwidth, "link")  # fmt: skip
-    pays = bound.tokens_per_second > host
+
+    def bound(way: str, bandwidth: float, over: str) -> Bound:
+        return Bound(way, 1 / max(missed / bandwidth + dense_seconds, 1e-12), missed, bandwidth, over)
+
+    way = f"a cache of {share:.0%} of the experts, {hits:.0%} hits ({policy} on {name}'s recorded routes)"
+    alone = bound(way, copied.bandwidth, "link")
+    hybrid = bound("the same cache, its misses computed on the host", memory, "memory of the host")
     needed = 1 - max(0.0, (1 / host - dense_seconds)) * copied.bandwidth / active
-    could, does = (_speed(t) for t in (bound.tokens_per_second, host))
-    more = "" if pays else f" It would take {needed:.0%} hits to draw level." if needed < 1 else ""
-    return Verdict(bound, f"ExpertFlow: {'pays' if pays else 'does not pay'}: an expert cache could reach {could} "
-                   f"tokens/s, experts computed on the host {does}.{more}")  # fmt: skip
+    could, both, does = (_speed(t) for t in (alone.tokens_per_second, hybrid.tokens_per_second, host))
+    pays = ["pays" if b.tokens_per_second > host else "does not pay" for b in (alone, hybrid)]
+    more = f" (it would take {needed:.0%} hits to draw level)" if pays[0] != "pays" and needed < 1 else ""
+    return Verdict(alone, hybrid, f"ExpertFlow: a cache whose misses cross the link {pays[0]}: at most {could} tokens/s, experts computed "
+                   f"on the host {does}{more}. With its misses computed on the host it {pays[1]}: at most {both}.")  # fmt: skip
 
 
-def _recorded(share: float, density: float) -> tuple[str, float]:
-    """The shipped trace whose k / E is nearest, and LFU's hit rate on a part of it, one pool with this share of its experts."""
+def _recorded(share: float, density: float) -> tuple[str, str, float]:
+    """The shipped trace whose k / E is nearest, and the better of LRU's and LFU's hit rates on a part of it, with one pool of this
+    share of its experts."""
     if not 0 < share <= 1:
         raise ParameterError(f"a share of {share} of the experts", "above 0, at most 1")
     traces = {name: _trace(name) for name in SAMPLES}
     name = min(SAMPLES, key=lambda n: abs(traces[n].k / traces[n].n_expert - density))
     trace = traces[name]
     slots = max(trace.k, int(share * trace.n_layers * trace.n_expert))
-    return name, replay(trace, "lfu", slots, "global").hit_rate
+    hits, policy = max((replay(trace, policy, slots, "global").hit_rate, policy.upper()) for policy in ("lru", "lfu"))
+    return name, policy, hits
 
 
 @lru_cache(maxsize=len(SAMPLES))
