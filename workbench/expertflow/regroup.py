@@ -6,10 +6,13 @@ optimum is out of reach; this is the paper's approximation: two medoids, equal h
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from workbench.errors import ParameterError
 from workbench.expertflow.observe import membership
+from workbench.expertflow.replay import Forecast
 from workbench.moe import RouteTrace
 
 ROUNDS = 10
@@ -62,13 +65,32 @@ def paths_of(routes: RouteTrace) -> np.ndarray:
     return used.reshape(routes.n_tokens, -1)
 
 
-def saved(routes: RouteTrace, size: int) -> float:
-    """Share of the different experts per batch that regrouping saves, over all pairs of adjacent batches of `size` tokens."""
-    paths, before, after = paths_of(routes), 0, 0
-    for at in range(0, len(paths) - 2 * size + 1, 2 * size):
-        pair = paths[at : at + 2 * size]
-        before += distinct(pair, (np.arange(size), np.arange(size, 2 * size)))
-        after += distinct(pair, regroup(pair))
-    if not before:
-        raise ParameterError(f"batches of {size} tokens from a trace of {len(paths)}", f"at most {len(paths) // 2}")
-    return 1 - after / before
+def predicted_paths(forecast: Forecast) -> np.ndarray:
+    """The same as a forecast has them: what it would fetch."""
+    return (forecast.wanted > 0).transpose(1, 0, 2).reshape(forecast.wanted.shape[1], -1)
+
+
+class Needed(NamedTuple):
+    """Different experts per layer that a batch needs, on average: as the batches came, and regrouped."""
+
+    before: float
+    after: float
+
+    @property
+    def saved(self) -> float:
+        """Share of them that regrouping saves; negative where it needs more."""
+        return 1 - self.after / self.before
+
+
+def needed(routes: RouteTrace, size: int, by: np.ndarray | None = None) -> Needed:
+    """Over all pairs of adjacent batches of `size` tokens, grouped by predicted routes (`by`), else by the true ones. What is counted
+    are true routes."""
+    paths = paths_of(routes)
+    by = paths if by is None else by
+    pairs = [slice(at, at + 2 * size) for at in range(0, len(paths) - 2 * size + 1, 2 * size)]
+    if not pairs or by.shape != paths.shape:
+        raise ParameterError(f"batches of {size} tokens from a trace of {len(paths)}, predicted routes of shape {by.shape}",
+                             f"at most {len(paths) // 2} tokens, and {paths.shape}")  # fmt: skip
+    as_come = np.arange(size), np.arange(size, 2 * size)
+    counts = [(distinct(paths[p], as_come), distinct(paths[p], regroup(by[p]))) for p in pairs]
+    return Needed(*(np.sum(counts, 0) / (2 * len(pairs) * routes.n_layers)).tolist())

@@ -219,12 +219,15 @@ class SegmentServer:
         return () if self.forecast is None else self.forecast.after(layer, np.array([r.hidden[2]]), normed[None])
 
     def _prefetch(self) -> None:
-        """While a graph computes, the link brings the expert that most tokens are announced for; those that somebody waits for stay."""
+        """While a graph computes, an idle link brings the expert that most tokens are announced for; those that somebody waits for stay."""
         engine, wanted = self.run.engine, self.announced.missing(self._is_there)
-        stay = [key for key in self.queues.queues if self._is_there(*key)]
-        if wanted is not None and len(stay) < engine.cache.slots_of(wanted[0]):
-            events = [e for e in engine.cache.bring(*wanted, stay) if e[0] != "hit" and e[3] != "staged"]
-            engine._apply(engine.pool.device, ((kind, layer, expert, "predicted") for kind, layer, expert, _ in events))
+        link, stay = engine.pool.link, [key for key in self.queues.queues if self._is_there(*key)]
+        if wanted is None or len(stay) >= engine.cache.slots_of(wanted[0]) or (link is not None and not link.done):
+            return
+        events = [e for e in engine.cache.bring(*wanted, stay) if e[0] != "hit" and e[3] != "staged"]
+        engine._apply(engine.pool.device, ((kind, layer, expert, "predicted") for kind, layer, expert, _ in events))
+        if events:
+            engine.counters.speculative_bytes += engine._send([engine.pool.where[wanted]])
 
     @staticmethod
     def _join(r: Request) -> None:
@@ -332,10 +335,10 @@ class SegmentServer:
         for leaf, value in values.items():
             leaf.set(value)
         scheduler.compute_async(graph)
-        if self.run.engine.prefetches and self.announced.sums:
-            with scheduler._runtime.giving_up():
+        with scheduler._runtime.giving_up():
+            if self.run.engine.prefetches and self.announced.sums:
                 self._prefetch()
-        scheduler.synchronize()
+            scheduler._runtime.synchronize(copies=False)
         out = [t.numpy() for t in wanted]
         self.took = self._clock(device) - begun
         return out

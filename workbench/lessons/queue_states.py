@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property, lru_cache
+from itertools import count
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from workbench import models
 from workbench.expertflow import sources
-from workbench.expertflow.batching import Batch, Limits, Readings, TokenQueues
+from workbench.expertflow.batching import FOREVER, Batch, Limits, Readings, TokenQueues
+from workbench.expertflow.forecast import Forecaster
+from workbench.expertflow.network import shipped_predictors
+from workbench.expertflow.observe import Gates, Seen, record, split
 from workbench.expertflow.offload import offload
-from workbench.expertflow.regroup import distinct, paths_of, regroup, saved
-from workbench.expertflow.segments import SegmentServer
+from workbench.expertflow.predictors import GateAhead, Oracle, OrElse, Predictor
+from workbench.expertflow.regroup import Needed, distinct, needed, predicted_paths, regroup
+from workbench.expertflow.replay import Forecast, forecast_of
+from workbench.expertflow.scoring import top
+from workbench.expertflow.segments import Request, SegmentServer
 from workbench.expertflow.serving import Served, serve
 from workbench.expertflow.timing import Costs, costs
 from workbench.moe import RouteTrace
@@ -23,28 +31,44 @@ PROMPTS = ("def main(", "And it came to pass", "x = 1;", "The LORD", "for i in",
 
 Event = tuple[str, Any, dict[int, int], list[int]]
 """What happened, to whom, tokens in each queue afterwards, tokens joined."""
+Decoded = tuple[dict[int, int], list[np.ndarray]]
+"""A step: sequence -> token id, and the logits of each sequence."""
 
 
 class Side(NamedTuple):
-    """Sequences that decoded side by side: expert batches, tokens in them on average, loads, the largest difference from one graph for
-    all as a share of the largest logit, and how many of how many tokens would continue alike."""
+    """Sequences that decoded side by side: expert batches, tokens in them on average, loads that a batch waited for and those ahead of it,
+    virtual milliseconds of a step, the largest difference from one graph for all as a share of the largest logit, and how many of how many
+    tokens would continue alike."""
 
     batches: int
     mean: float
     loads: int
+    ahead: int
+    ms: float
     apart: float
     alike: int
     of: int
 
 
 class Regrouped(NamedTuple):
-    """Two batches of one token each of four sequences: experts they need in all, and what came out, as in `Side`."""
+    """Two batches of one token each of four sequences: experts they need in all, loads, and what came out, as in `Side`."""
 
     distinct: int
+    loads: int
     batches: list[list[int]]
     apart: float
     alike: int
     of: int
+
+
+class Withdrawn(NamedTuple):
+    """A step that one sequence left: cells of the KV cache in use before and after, tokens of each sequence before and after, places that
+    are taken in queues, and the largest difference of the others, as in `Side`."""
+
+    cells: tuple[int, int]
+    past: list[tuple[int, int]]
+    places: int
+    apart: float
 
 
 class Lesson23:
@@ -151,57 +175,138 @@ class Lesson23:
         """The really trained model."""
         return models.load("tiny-mixtral-f16")
 
-    def decoded(self, limits: Limits, steps: int = 3) -> Side:
-        """Eight sequences through token queues and an engine with half of the experts, beside one graph for all."""
-        model, apart, alike = self.model, 0.0, 0
-        prompts = [(seq, model.tokenizer.encode(p)) for seq, p in enumerate(PROMPTS)]
-        with models.Session(model, n_seq_max=8, n_ctx=512) as whole, offload(model, 0.5, n_seq_max=8, n_ctx=512) as run:
-            logits = whole.decode_batch(prompts)
-            run.session.decode_batch(prompts)
-            before, server = run.counters.loads, SegmentServer(run, limits)
-            for _ in range(steps):
+    @cached_property
+    def plain(self) -> tuple[list[Decoded], RouteTrace]:
+        """Three steps of eight sequences, in one graph each: tokens and logits of each step, and their routes."""
+        with models.Session(self.model, n_seq_max=8, n_ctx=512, recording=True) as whole:
+            logits, steps = whole.decode_batch(self.prompts), list[Decoded]()
+            whole.clear_routes()
+            for _ in range(3):
                 tokens = {seq: int(row.argmax()) for seq, row in enumerate(logits)}
-                found = server.step(tokens)
                 logits = whole.decode_batch([(seq, [t]) for seq, t in tokens.items()])
-                apart = max(apart, *(_apart(found[seq], row) for seq, row in enumerate(logits)))
-                alike += sum(int(found[seq].argmax() == row.argmax()) for seq, row in enumerate(logits))
+                steps.append((tokens, logits))
+            return steps, whole.routes
+
+    @cached_property
+    def prompts(self) -> list[tuple[int, list[int]]]:
+        """Eight beginnings of texts, by sequence."""
+        return [(seq, self.model.tokenizer.encode(p)) for seq, p in enumerate(PROMPTS)]
+
+    def decoded(self, limits: Limits, forecast: str = "none") -> Side:
+        """The same eight sequences through token queues and an engine with half of the experts; forecast: "none", "gate" (one layer
+        ahead) or "true"."""
+        steps, routes = self.plain
+        gate = Forecaster.of_gates(Gates.of(self.model)) if forecast == "gate" else None
+        with offload(self.model, 0.5, n_seq_max=8, n_ctx=512) as run:
+            run.session.decode_batch(self.prompts)
+            server = Told(run, limits, routes) if forecast == "true" else SegmentServer(run, limits)
+            run.engine.forecast, counters = gate, run.counters
+            loads, begun, found = counters.loads, run.engine.pool.device.buffer_type.now, list[dict[int, np.ndarray]]()
+            for tokens, _ in steps:
+                found.append(server.step(tokens))
+            ms = (run.engine.pool.device.buffer_type.now - begun) / len(steps) / 1e6
             sizes = [n for _, _, n, _ in server.batches]
-            assert sum(sizes) == steps * 8 * 6 * 2 and not server.queues.n_waiting
-            return Side(len(sizes), float(np.mean(sizes)), run.counters.loads - before, apart, alike, steps * 8)
+            assert sum(sizes) == len(steps) * 8 * 6 * 2 and not server.queues.n_waiting
+            pairs = [(step[seq], row) for step, (_, logits) in zip(found, steps, strict=True) for seq, row in enumerate(logits)]
+            return Side(len(sizes), float(np.mean(sizes)), counters.loads - loads, counters.prefetches, ms,
+                        max(_apart(*p) for p in pairs), sum(int(a.argmax() == b.argmax()) for a, b in pairs), len(pairs))  # fmt: skip
+
+    def withdrawn(self, seq: int, graph: int) -> Withdrawn:
+        """One step of the eight, of which one sequence is withdrawn before a graph of this number, with its token in queues."""
+        (tokens, logits), graphs = self.plain[0][0], count()
+        with offload(self.model, 0.5, n_seq_max=8, n_ctx=512) as run:
+            run.session.decode_batch(self.prompts)
+
+            def between() -> None:
+                if next(graphs) == graph:
+                    assert any(w.token == seq for q in server.queues.queues.values() for w in q) and server.cancel(seq)
+
+            server, session = SegmentServer(run, Limits(8, FOREVER), between=between), run.session
+            cells, past = session.cache.n_used, [session.n_past(s) for s in range(8)]
+            found = server.step(tokens)
+            apart = max(_apart(row, logits[s]) for s, row in found.items())
+            both = [(n, session.n_past(s)) for s, n in enumerate(past)]
+            return Withdrawn((cells, session.cache.n_used), both, server.queues.n_waiting, apart)
+
+    @cached_property
+    def forecasts(self) -> tuple[RouteTrace, dict[str, Forecast | None]]:
+        """The first tokens of 32 sequences, and what is said of their next layers: nothing, by the gate one layer ahead, or the truth."""
+        trace = self.routes.select(np.isin(self.routes.sequences, self._mixed[:32]) & (self.routes.positions < 4))
+        seen = record(self.model, trace)
+        true = forecast_of(Oracle(), seen, top(2))
+        return seen.routes, {"none": None, "gate": forecast_of(GateAhead(1), seen, top(2)), "true": replace(true, ahead=1)}
+
+    def announced(self, limits: Limits, n: int, forecast: str, prefetch: bool = True, slots: int = slots) -> Served:
+        """As `served`, with a forecast."""
+        routes, forecasts = self.forecasts
+        return serve(routes, self.costs, limits, slots, n_requests=n, n_tokens=4, sequences=self._mixed, forecast=forecasts[forecast],
+                     prefetch=prefetch)  # fmt: skip
 
     # ---- regrouping
 
-    @lru_cache(8)  # noqa: B019
-    def trace(self, name: str, how: str) -> RouteTrace:
-        """Routes in the order in which batches are cut: "text", one text after another; "requests", a token of each in turn."""
+    @lru_cache(2)  # noqa: B019
+    def seen(self, name: str) -> tuple[Seen, dict[str, np.ndarray]]:
+        """Beginnings of the sequences that no predictor was fitted on, with the routes that each predictor says of them.
+
+        "gate" looks one layer ahead, so it knows a layer's routes when the layer before it runs; "network" reads tokens, as the paper's.
+        """
         trace = sources.load(name).trace
-        if how == "requests":
-            return trace.select(np.lexsort((trace.sequences, trace.positions))[:2048])
-        return trace.select(np.flatnonzero(trace.positions < 32))
+        _, held_out = split(trace)
+        with models.load(f"{name}-f16") as model:
+            seen = record(model, trace.select(np.isin(trace.sequences, held_out) & (trace.positions < 86)))
+        shipped = shipped_predictors(name)
+        by: dict[str, Predictor] = {"gate": OrElse(GateAhead(1), shipped["frequency"]), "network": shipped["network"]}
+        return seen, {how: predicted_paths(forecast_of(p, seen, top(trace.k))) for how, p in by.items()}
 
-    @lru_cache(64)  # noqa: B019
-    def saved(self, name: str, how: str, size: int) -> float:
-        """Share of different experts that regrouping saves."""
-        return saved(self.trace(name, how), size)
+    @lru_cache(128)  # noqa: B019
+    def needed(self, name: str, cut: str, size: int, by: str = "true") -> Needed:
+        """Different experts per layer and batch, before and after regrouping by true or predicted routes. cut: "text", batches are cut
+        out of one text after another; "requests", they hold a token of each in turn."""
+        if name == "switch-base-8":
+            trace, predicted = sources.load(name).trace, dict[str, np.ndarray]()
+        else:
+            seen, predicted = self.seen(name)
+            trace = seen.routes
+        rows = np.lexsort((trace.sequences, trace.positions))[:2048] if cut == "requests" else np.flatnonzero(trace.positions < 32)
+        return needed(trace.select(rows), size, predicted[by][rows] if by != "true" else None)
 
-    def regrouped(self, again: bool) -> Regrouped:
-        """One token of each of eight sequences in two batches of four, as they came or regrouped by routes, through a real session;
-        compared with all eight in one batch."""
-        model = self.model
-        prompts = [(seq, model.tokenizer.encode(p)) for seq, p in enumerate(PROMPTS)]
-        with models.Session(model, n_seq_max=8, n_ctx=512, recording=True) as whole, models.Session(model, n_seq_max=8, n_ctx=512) as parts:
-            step = [(seq, [int(row.argmax())]) for seq, row in enumerate(whole.decode_batch(prompts))]
-            parts.decode_batch(prompts)
-            whole.clear_routes()
-            wanted = whole.decode_batch(step)
-            paths = paths_of(whole.routes)
-            halves = regroup(paths) if again else (np.arange(4), np.arange(4, 8))
-            found: dict[int, np.ndarray] = {}
-            for half in halves:
-                found.update(zip(half.tolist(), parts.decode_batch([step[i] for i in half.tolist()]), strict=True))
+    def regrouped(self, by: str = "") -> Regrouped:
+        """One token of each of eight sequences in two batches of four, as they came ("") or regrouped by routes ("true", "gate",
+        "network"), through an engine with half of the experts; compared with all eight in one batch."""
+        (tokens, wanted), paths = self.plain[0][0], self._paths
+        halves = regroup(paths[by]) if by else (np.arange(4), np.arange(4, 8))
+        with offload(self.model, 0.5, n_seq_max=8, n_ctx=512) as run:
+            run.session.decode_batch(self.prompts)
+            before, found = run.counters.loads, dict[int, np.ndarray]()
+            for half in map(np.ndarray.tolist, halves):
+                found.update(zip(half, run.session.decode_batch([(i, [tokens[i]]) for i in half]), strict=True))
             apart = max(_apart(found[i], row) for i, row in enumerate(wanted))
             alike = sum(int(found[i].argmax() == row.argmax()) for i, row in enumerate(wanted))
-            return Regrouped(distinct(paths, halves), [half.tolist() for half in halves], apart, alike, len(wanted))
+            return Regrouped(distinct(paths["true"], halves), run.counters.loads - before, [half.tolist() for half in halves], apart, alike,
+                             len(wanted))  # fmt: skip
+
+    @cached_property
+    def _paths(self) -> dict[str, np.ndarray]:
+        """True and predicted routes of the first step's tokens."""
+        tokens = self.plain[0][0][0]
+        seen = record(self.model, [[*prompt, tokens[seq]] for seq, prompt in self.prompts])
+        shipped, last = shipped_predictors("tiny-mixtral"), np.cumsum(np.unique(seen.routes.sequences, return_counts=True)[1]) - 1
+        by: dict[str, Predictor] = {"true": Oracle(), "gate": OrElse(GateAhead(1), shipped["frequency"]), "network": shipped["network"]}
+        return {how: predicted_paths(forecast_of(p, seen, top(2)))[last] for how, p in by.items()}
+
+
+class Told(SegmentServer):
+    """A server that knows the next layer's routes: as good as a forecast can be."""
+
+    def __init__(self, run: Any, limits: Limits, routes: RouteTrace) -> None:
+        super().__init__(run, limits)
+        self.routes = routes
+
+    def expected(self, r: Request, layer: int, normed: np.ndarray) -> Iterable[tuple[int, dict[int, float]]]:
+        """The truth about the next layer."""
+        if layer + 1 < self.model.hparams.n_layer:
+            [at] = np.flatnonzero((self.routes.sequences == r.seq) & (self.routes.positions == r.position))
+            yield layer + 1, dict.fromkeys(self.routes.experts[layer + 1, at].tolist(), 1.0)
 
 
 def _apart(a: np.ndarray, b: np.ndarray) -> float:
