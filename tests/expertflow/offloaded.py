@@ -10,10 +10,10 @@ from workbench.trace import Trace
 
 
 class Run:
-    """A session over a card of its own; budget None: everything is on the card."""
+    """A session over a card of its own; budget None: everything is on the card. speed: of the card."""
 
-    def __init__(self, model, budget, n_seq_max=1, **options):
-        self.backends = simulated_machine(offload_min_batch=1)
+    def __init__(self, model, budget, n_seq_max=1, speed=None, **options):
+        self.backends = simulated_machine(offload_min_batch=1, speed=speed)
         self.card, self.trace = self.backends[0], Trace("virtual")
         if budget is None:
             self.placed = place_weights(model, self.backends)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.expertflow.offloaded import Run
 from tests.models.architectures import MODELS, N_VOCAB, write
 from workbench import load
-from workbench.expertflow.engine import expert_weights
+from workbench.expertflow.engine import GRANULARITIES, expert_weights
 from workbench.expertflow.forecast import Forecaster
 from workbench.expertflow.observe import Gates
 
@@ -41,6 +41,7 @@ def test_bits_are_those_of_the_model_that_is_all_there(case, data):
     slots = data.draw(st.integers(least, max(least, n_expert * len(weights))), "slots")
     window = data.draw(st.integers(1, 2), "window") if policy in ("predicted", "plec") or data.draw(st.booleans(), "forecast") else 0
     run = Run(model, slots * size, policy=policy, scope=scope, host_below=data.draw(st.sampled_from([0, 2, 3, "auto", 10**6]), "host below"),
+              granularity=data.draw(st.sampled_from(GRANULARITIES), "granularity"),
               hot=np.arange(n_expert * len(weights)).reshape(len(weights), -1) * 7 % 5,
               forecast=Forecaster.of_gates(Gates.of(model), window) if window else None)
     try:

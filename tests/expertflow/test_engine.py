@@ -5,13 +5,16 @@ import pytest
 
 from tests.expertflow.offloaded import Run
 from workbench import models
-from workbench.devices.simulated import DeviceBuffer
+from workbench.devices.cost import Speed
+from workbench.devices.simulated import DeviceBuffer, simulated_machine
 from workbench.errors import ParameterError, StorageError
-from workbench.expertflow.engine import expert_weights
+from workbench.expertflow.engine import GRANULARITIES, ExpertEngine, expert_weights
 from workbench.expertflow.forecast import Forecaster
+from workbench.expertflow.hosted import host_ns
 from workbench.expertflow.observe import Gates
-from workbench.expertflow.offload import expert_bytes
+from workbench.expertflow.offload import expert_bytes, offload
 from workbench.expertflow.pool import ExpertPool
+from workbench.trace import Trace
 
 NAMES = ["tiny-mixtral-f16", "tiny-mixtral-q8_0", "tiny-mixtral-q4_0", "tiny-deepseek-f16"]
 PROMPT = "And God said unto Moses, Go in unto Pharaoh"
@@ -30,18 +33,20 @@ def resident(model):
     run.close()
 
 
+@pytest.mark.parametrize("granularity", GRANULARITIES)
 @pytest.mark.parametrize("share", [0.25, 0.5, 0.75])
-def test_logits_are_those_of_the_model_that_is_all_there(model, resident, share):
-    run = Run(model, int(expert_bytes(model) * share))
+def test_logits_are_those_of_the_model_that_is_all_there(model, resident, share, granularity):
+    run = Run(model, int(expert_bytes(model) * share), granularity=granularity)
     assert np.array_equal(run.text(model.tokenizer.encode(PROMPT)), resident)
     assert run.count("hit") and run.count("load") and run.count("evict")
     run.close()
 
 
-def test_a_tokens_experts_are_enough_in_waves(model, resident):
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_a_tokens_experts_are_enough_in_waves(model, resident, granularity):
     """The least budget: a prompt then runs its experts a few at a time."""
     k, size = model.hparams.n_expert_used, max(sum(w.nb[2] for w in merged) for merged in expert_weights(model).values())
-    run = Run(model, k * (size + 3 * 256))
+    run = Run(model, k * (size + 3 * 256), granularity=granularity)
     assert run.pool.n_slots(min(run.pool.weights)) == k
     assert np.array_equal(run.text(model.tokenizer.encode(PROMPT)), resident) and run.counters.waves
     run.close()
@@ -50,16 +55,18 @@ def test_a_tokens_experts_are_enough_in_waves(model, resident):
 POLICIES = ["lru", "lfu", "lfu_in_cache", "lru_frequency", "static", "predicted", "plec"]
 
 
+@pytest.mark.parametrize("granularity", GRANULARITIES)
 @pytest.mark.parametrize("scope", ["global", "layer"])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_any_policy_and_any_forecast_give_the_same_bits(policy, scope):
+def test_any_policy_and_any_forecast_give_the_same_bits(policy, scope, granularity):
     with models.load("tiny-deepseek-f16") as model:
         tokens = model.tokenizer.encode(PROMPT)
         whole = Run(model, None)
         resident = whole.text(tokens)
         whole.close()
         hot = np.arange(64).reshape(4, 16) % 7
-        run = Run(model, 0.55, policy=policy, scope=scope, hot=hot, forecast=Forecaster.of_gates(Gates.of(model), window=2))
+        run = Run(model, 0.55, policy=policy, scope=scope, granularity=granularity, hot=hot,
+                  forecast=Forecaster.of_gates(Gates.of(model), window=2))
         assert np.array_equal(run.text(tokens), resident)
         counts = run.counters
         if policy in ("predicted", "plec"):
@@ -68,9 +75,10 @@ def test_any_policy_and_any_forecast_give_the_same_bits(policy, scope):
         run.close()
 
 
+@pytest.mark.parametrize("granularity", GRANULARITIES)
 @pytest.mark.parametrize("host_below", ["auto", 2, 10**6])
-def test_experts_computed_on_the_host_give_the_same_bits(model, resident, host_below):
-    run = Run(model, expert_bytes(model) // 4, host_below=host_below)
+def test_experts_computed_on_the_host_give_the_same_bits(model, resident, host_below, granularity):
+    run = Run(model, expert_bytes(model) // 4, host_below=host_below, granularity=granularity)
     assert np.array_equal(run.text(model.tokenizer.encode(PROMPT)), resident)
     assert run.count("hosted")
     run.close()
@@ -137,36 +145,41 @@ def test_an_evicted_slot_reads_as_nan_bytes():
         run.close()
 
 
-def test_a_product_that_reads_another_experts_slot_is_caught():
+@pytest.mark.parametrize("m", [0, 1, 2])
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_a_product_that_reads_another_experts_matrix_is_caught(granularity, m):
     with models.load("tiny-mixtral-f16") as model:
-        run = Run(model, expert_bytes(model) // 2)
+        run = Run(model, expert_bytes(model) // 2, granularity=granularity)
         tokens = model.tokenizer.encode(PROMPT)
         run.session.decode(tokens)
         for slot in run.pool.where.values():
-            slot.tags[0] = (0, 99, slot.load)
+            slot.tags[m] = (0, 99, slot.load)
         with pytest.raises(StorageError, match=r"expert \d of layer \d is read from a slot that holds"):
             run.session.decode(tokens[:1])
         run.close()
 
 
-def test_rearranged_weights_are_caught():
-    """The bytes of two experts change places on the host after a load: the slot is not a copy any more."""
+@pytest.mark.parametrize("m", [0, 1, 2])
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_rearranged_weights_are_caught(granularity, m):
+    """Bytes on the host and in a slot differ after a load: the slot is not a copy any more."""
     with models.load("tiny-mixtral-f16") as model:
-        run = Run(model, expert_bytes(model))
+        run = Run(model, expert_bytes(model), granularity=granularity)
         tokens = model.tokenizer.encode(PROMPT)
         run.session.decode(tokens)
         (layer, e), slot = next(iter(run.pool.where.items()))
-        slot.buffer.device_bytes()[0] ^= 1
+        slot.buffer.device_bytes()[run.pool.offsets[layer][m]] ^= 1
         with pytest.raises(StorageError, match=f"the slot of expert {e} of layer {layer} differs"):
             run.session.reset()
             run.session.decode(tokens)
         run.close()
 
 
+@pytest.mark.parametrize("granularity", GRANULARITIES)
 @pytest.mark.parametrize("fault", [{"fail_copy": 7}, {"fail_compute": 3}])
-def test_after_a_failed_run_the_next_one_is_right(model, resident, fault):
+def test_after_a_failed_run_the_next_one_is_right(model, resident, fault, granularity):
     """A load that was asked for and never happened must not count as resident."""
-    run = Run(model, expert_bytes(model) // 2)
+    run = Run(model, expert_bytes(model) // 2, granularity=granularity)
     tokens = model.tokenizer.encode(PROMPT)
     run.session.decode(tokens[:3])
     run.session.reset()
@@ -180,9 +193,10 @@ def test_after_a_failed_run_the_next_one_is_right(model, resident, fault):
     run.close()
 
 
-def test_residency_outlives_a_reallocation(model, resident):
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_residency_outlives_a_reallocation(model, resident, granularity):
     """Another graph is split and placed in between; slots keep what they hold."""
-    run = Run(model, expert_bytes(model))
+    run = Run(model, expert_bytes(model), granularity=granularity)
     tokens = model.tokenizer.encode(PROMPT)
     run.text(tokens)
     loads = run.count("load")
@@ -263,7 +277,7 @@ def test_hits_of_a_run_are_those_of_a_replay_of_its_own_routes(policy, scope):
 
     for name in ("tiny-mixtral-f16", "tiny-deepseek-f16"):
         with models.load(name) as model:
-            run = Run(model, 0.5, policy=policy, scope=scope, recording=True)
+            run = Run(model, 0.5, policy=policy, scope=scope, granularity=GRANULARITIES[scope == "global"], recording=True)
             for token in model.tokenizer.encode(PROMPT + ", and say unto him, Thus saith the LORD"):
                 run.session.decode([token])
             routes, layers = run.session.routes, len(run.pool.weights)
@@ -272,3 +286,142 @@ def test_hits_of_a_run_are_those_of_a_replay_of_its_own_routes(policy, scope):
             assert run.counters.hits == sum(found.hits) and run.counters.loads == sum(found.loads)
             assert run.counters.hit_rate == pytest.approx(found.hit_rate) and 0 < found.hit_rate < 1 and layers
             run.close()
+
+
+# ---- loads by matrix, in virtual time
+
+
+class Wrong:
+    """A forecast of experts that will not be wanted: of the layers to come, those that the last step did not use."""
+
+    guesses: dict = {}
+
+    def __init__(self, layers, n_expert, k):
+        self.layers, self.used, self.n_expert, self.k, self.nbytes = layers, {}, n_expert, k, 0
+
+    def after(self, layer, ids, normed):
+        self.used[layer] = set(ids.ravel().tolist())
+        if layer + 1 in self.used:
+            unused = [e for e in range(self.n_expert) if e not in self.used[layer + 1]]
+            yield layer + 1, dict.fromkeys(unused[: self.k], 1.0)
+
+
+def steps(model, n=24, **options):
+    """Virtual nanoseconds and loads of each of `n` steps of one token, and the run."""
+    run, out = offload(model, 0.5, trace=Trace("virtual"), **options), []
+    machine = run.engine.pool.device.machine
+    for token in model.tokenizer.encode(PROMPT * 3)[:n]:
+        before = machine.now, run.counters.loads
+        run.session.decode([token])
+        out.append((machine.now - before[0], run.counters.loads - before[1]))
+    return out, run
+
+
+def test_by_matrix_no_step_is_slower_and_those_that_wait_for_loads_are_quicker(model):
+    (whole, a), (parts, b) = (steps(model, granularity=g) for g in GRANULARITIES)
+    assert a.counters == b.counters and {n > 0 for _, n in whole} == {True, False} or a.counters.loads
+    for (slow, n), (quick, same) in zip(whole, parts, strict=True):
+        assert n == same and (quick < slow if n else quick == slow)
+    a.close()
+    b.close()
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_a_load_that_is_waited_for_stands_behind_one_piece_of_a_prefetch_at_most(granularity):
+    """The link is slow and forecasts are wrong: nearly always a prefetch is under way when the router has spoken."""
+    with models.load("tiny-mixtral-f16") as model:
+        forecast, slow = Wrong(range(6), 8, 2), Speed(link=0.5)
+        _, run = steps(model, granularity=granularity, policy="predicted", forecast=forecast,
+                       backends=simulated_machine(offload_min_batch=1, speed=slow))
+        piece, pool, count, trace = slow.transfer_ns(40_960), run.engine.pool, run.counters, run.trace
+        longest = piece if granularity == "matrix" else 3 * piece
+        copies = [e for e in trace.of("busy") if trace.strings[e.field("stream")] == "copies"]
+        assert sum(e.field("bytes") for e in copies) == count.demand_bytes + count.speculative_bytes
+        assert count.prefetches * pool.expert_bytes(0) >= count.speculative_bytes > 0
+        waits, spoken, asked = [], False, None                                   # from the ids to the first copy of what they want
+        for event in trace.events:
+            spoken = event.kind == "sync" or spoken and event.kind in ("evict", "hit", "load", "set_async", "busy")
+            if spoken and event.kind == "load":
+                asked = event.start
+            elif asked is not None and event.kind == "busy":
+                waits.append(event.start - asked)
+                asked = None
+        assert (0 if granularity == "matrix" else piece) < max(waits) <= longest
+        run.close()
+
+
+def test_a_wait_that_is_left_out_is_an_error_or_no_matter(monkeypatch):
+    """Whichever wait for a matrix is missing: a product that would read too early is refused."""
+    with models.load("tiny-mixtral-f16") as model:
+        token, refused = model.tokenizer.encode(PROMPT)[0], 0
+        whole = Run(model, None)
+        right = whole.session.decode([token])
+        whole.close()
+        for missing in range(12):
+            run, waits = Run(model, 0.5, granularity="matrix"), []
+            wait = run.card.wait_event
+
+            def all_but_one(event, wait=wait, waits=waits, missing=missing):
+                waits.append(event)
+                if len(waits) != missing + 1:
+                    wait(event)
+
+            monkeypatch.setattr(run.card, "wait_event", all_but_one)
+            try:
+                assert np.array_equal(run.session.decode([token]), right)
+            except StorageError as error:
+                assert "is read from a slot that holds" in str(error)
+                refused += 1
+            assert len(waits) > missing
+            run.close()
+        assert 0 < refused
+
+
+# ---- late experts
+
+
+def test_an_expert_on_its_way_goes_to_the_host_where_the_rest_of_the_way_takes_longer():
+    with models.load("tiny-mixtral-f16") as model:
+        run = Run(model, 0.5, host_below="auto")
+        pool, machine = run.pool, run.card.machine
+        host = host_ns(run.backends[-1], pool.weights[2], 1)
+        engine = ExpertEngine(pool, run.engine.cache, host_below="auto")
+        engine._host = run.backends[-1]
+        slot, end = pool.load(2, 5), run.card.copied_at
+        assert pool.remaining(slot) == end - machine.now > host and engine._on_host(2, slot, 1)
+        machine.spend(end - host - 1 - machine.now)
+        assert engine._on_host(2, slot, 1)
+        machine.spend(1)
+        assert pool.remaining(slot) == host and not engine._on_host(2, slot, 1)
+        machine.spend(host)
+        assert pool.remaining(slot) == 0 and slot.there
+        half = pool.take(2, 6)
+        pool.send(half, 0)
+        assert pool.remaining(half) == 3 * run.card.speed.transfer_ns(40_960)  # what was not asked for counts as well
+        run.close()
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_late_experts_are_computed_on_the_host_and_their_loads_serve_later(granularity):
+    with models.load("tiny-mixtral-f16") as model:
+        tokens = model.tokenizer.encode(PROMPT)
+        whole = Run(model, None)
+        resident = whole.text(tokens, 24)
+        whole.close()
+        run = Run(model, 0.75, policy="predicted", forecast=Forecaster.of_gates(Gates.of(model), 2), host_below="auto", granularity=granularity,
+                  speed=Speed(link=1.5))
+        assert np.array_equal(run.text(tokens, 24), resident)
+        late, served, way = 0, 0, {}
+        for e in run.trace.of("load", "evict", "hosted", "hit"):
+            key = e.field("layer"), e.field("expert")
+            if e.kind == "load":
+                way[key] = "coming"
+            elif e.kind == "evict":
+                del way[key]
+            elif e.kind == "hosted" and key in way:
+                late, way[key] = late + 1, "late"
+            elif e.kind == "hit" and way[key] == "late":
+                served, way[key] = served + 1, "there"
+        c = run.counters
+        assert late and served and late <= c.late <= c.prefetches and c.hosted == run.count("hosted")
+        run.close()

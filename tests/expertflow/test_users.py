@@ -1,6 +1,7 @@
 """What users do to an engine: knobs at their ends, files replaced, runs interrupted, prefetches that come at the wrong time."""
 
 import shutil
+import sys
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from tests.expertflow.offloaded import Run
 from workbench import models, paths
 from workbench.errors import FileFormatError, ParameterError, StorageError
-from workbench.expertflow.engine import expert_weights
+from workbench.expertflow.engine import GRANULARITIES, expert_weights
 from workbench.expertflow.forecast import Forecaster
 from workbench.expertflow.observe import Gates
 from workbench.expertflow.offload import budget_bytes, expert_bytes, offload
@@ -59,14 +60,17 @@ def test_all_there_moves_each_expert_once(model):
     run.close()
 
 
-def test_a_prefetch_in_flight_never_writes_into_a_slot_that_was_given_away(model):
+@pytest.mark.parametrize("sent", [0, 1, 2, 3])
+def test_a_prefetch_in_flight_never_writes_into_a_slot_that_was_given_away(model, sent):
     """The copy stream keeps the order of loads, and each load waits for the last reader: a tag is the last load's, or none."""
     run = Run(model, 3 * 122_880)
     pool, card = run.pool, run.card
-    pool.load(0, 1)
-    pool.evict(0, 1)                                                             # before the copy has happened
-    pool.load(3, 5)
-    slot = pool.where[3, 5]
+    begun = pool.take(0, 1)
+    for m in range(sent):
+        pool.send(begun, m)
+    pool.evict(0, 1)                                                             # before the copies have happened
+    slot = pool.load(3, 5)
+    assert slot is begun and slot is pool.where[3, 5] and slot.tag is None and not slot.there
     card.synchronize()
     assert slot.tag == (3, 5, slot.load)
     for m, weight in enumerate(pool.weights[3]):
@@ -75,8 +79,9 @@ def test_a_prefetch_in_flight_never_writes_into_a_slot_that_was_given_away(model
     run.close()
 
 
-def test_a_reset_forgets_what_was_on_its_way(model, resident):
-    run = Run(model, 0.5, policy="predicted", forecast=ahead(model))
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_a_reset_forgets_what_was_on_its_way(model, resident, granularity):
+    run = Run(model, 0.5, policy="predicted", forecast=ahead(model), granularity=granularity)
     tokens = model.tokenizer.encode(PROMPT)
     run.session.decode(tokens)
     run.card.cancel()                                                            # as after a failed run: copies under way never end
@@ -86,22 +91,43 @@ def test_a_reset_forgets_what_was_on_its_way(model, resident):
     run.close()
 
 
-def test_an_interrupt_during_a_run_leaves_a_session_that_works(model, resident):
-    run = Run(model, 0.5, policy="predicted", forecast=ahead(model))
-    tokens, real, calls = model.tokenizer.encode(PROMPT), run.pool._send, []
+class Interrupted:
+    """Ctrl-C at the n-th call of a function of engine or pool."""
 
-    def interrupted(*args):
-        calls.append(args)
-        if len(calls) == 20:
-            raise KeyboardInterrupt
-        return real(*args)
+    def __init__(self, n):
+        self.left = n
 
-    run.pool._send = interrupted
-    with pytest.raises(KeyboardInterrupt):
-        run.session.decode(tokens)
-    run.pool._send = real
-    run.session.reset()
-    assert np.array_equal(run.text(tokens), resident)
+    def __call__(self, frame, event, arg):
+        if event == "call" and frame.f_code.co_filename.endswith(("expertflow/engine.py", "expertflow/pool.py")):
+            self.left -= 1
+            if not self.left:
+                raise KeyboardInterrupt
+
+    def __enter__(self):
+        sys.setprofile(self)
+
+    def __exit__(self, *exc):
+        sys.setprofile(None)
+
+
+@pytest.mark.parametrize(("granularity", "policy"), [("expert", "predicted"), ("matrix", "predicted"), ("matrix", "static")])
+def test_an_interrupt_anywhere_leaves_a_session_that_works(model, resident, granularity, policy):
+    """Also between what the cache decided and what the pool did about it, and while a prefetch is under way."""
+    run = Run(model, 0.3, policy=policy, forecast=ahead(model), granularity=granularity, hot=np.arange(48).reshape(6, 8))
+    tokens, stopped = model.tokenizer.encode(PROMPT), 0
+    for n in (*range(1, 2000, 97), 10**9):
+        with Interrupted(n):
+            try:
+                run.session.decode(tokens)
+            except KeyboardInterrupt:
+                stopped += 1
+        run.session.reset()
+        there = {(layer, e) for layer, experts in run.engine.cache.resident().items() for e in experts}
+        assert there == run.pool.where.keys()
+        if n % 5 == 0:
+            assert np.array_equal(run.text(tokens), resident)
+            run.session.reset()
+    assert stopped > 5 and np.array_equal(run.text(tokens), resident)
     run.close()
 
 
@@ -118,18 +144,19 @@ def test_a_prompt_token_by_token_loads_experts_again_and_again(model):
     assert loads[1] > 2 * loads[0]
 
 
-def test_a_file_that_is_replaced_or_written_while_it_is_mapped(tmp_path):
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_a_file_that_is_replaced_or_written_while_it_is_mapped(tmp_path, granularity):
     """Another file in its place leaves the mapped one whole; writing into it is found before anything is computed."""
     path = tmp_path / "model.gguf"
     shutil.copy(paths.models_dir() / f"{NAME}.gguf", path)
-    with models.load(path) as model, offload(model, 0.5, verify=True) as run:
+    with models.load(path) as model, offload(model, 0.5, verify=True, granularity=granularity) as run:
         first = run.session.decode(model.tokenizer.encode("And"))
         shutil.copy(paths.models_dir() / "tiny-mixtral-q8_0.gguf", tmp_path / "other")
         (tmp_path / "other").replace(path)
         run.session.reset()
         assert np.array_equal(run.session.decode(model.tokenizer.encode("And")), first)
     shutil.copy(paths.models_dir() / f"{NAME}.gguf", path)
-    with models.load(path) as model, offload(model, 0.5) as run:
+    with models.load(path) as model, offload(model, 0.5, granularity=granularity) as run:
         run.session.decode(model.tokenizer.encode("And"))
         with path.open("r+b") as file:
             file.seek(-4096, 2)
@@ -175,8 +202,18 @@ def test_the_engines_own_work_is_small_beside_the_run(model):
 
 @pytest.mark.parametrize(("more", "says"), [
     ({"host_below": -1}, "host_below=-1"), ({"host_below": "few"}, "host_below='few'"), ({"host_below": 1.5}, "host_below=1.5"),
-    ({"prefetches": -1}, "prefetches=-1"), ({"policy": "static", "hot": np.zeros((1, 1))}, "shape"), ({"backends": []}, "0 backends")])
+    ({"prefetches": -1}, "prefetches=-1"), ({"granularity": "bit"}, "granularity 'bit'"), ({"policy": "static", "hot": np.zeros((1, 1))}, "shape"), ({"backends": []}, "0 backends")])
 def test_wrong_settings_are_refused_by_name(model, more, says):
     with pytest.raises(ParameterError) as e:
         offload(model, 0.5, **more)
     assert says in str(e.value)
+
+
+def test_auto_on_a_device_whose_speed_nobody_knows_is_refused(model):
+    run = Run(model, 0.5, host_below="auto")
+    speed, run.card.speed = run.card.speed, None
+    del run.card.speed
+    with pytest.raises(ParameterError, match="whose speed nobody knows"):
+        run.session.decode([5])
+    run.card.speed = speed
+    run.close()

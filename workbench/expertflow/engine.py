@@ -25,7 +25,7 @@ from workbench.errors import ParameterError, shown
 from workbench.expertflow.cache import ExpertCache, ExpertEvent, policy_named
 from workbench.expertflow.forecast import Forecaster
 from workbench.expertflow.hosted import HostBlock, host_ns, load_ns
-from workbench.expertflow.pool import ExpertPool, Slot, SlotView
+from workbench.expertflow.pool import Expert, ExpertPool, Slot, SlotView
 from workbench.models.model import Model
 from workbench.scheduler.splits import Split
 from workbench.scheduler.transfer import Mover, Route, UsedExperts, read_ids
@@ -65,7 +65,7 @@ class Visit:
 class Counters:
     """What an engine did. Bytes that somebody waited for, and bytes that were fetched on a forecast, are counted apart.
 
-    late: prefetched experts that were wanted before they were there. hosted: experts computed on the host. ids_waits: how often the host waited for a router.
+    late: prefetched experts that were wanted before they were there. ids_waits: how often the host waited for a router.
     """
 
     hits: int = 0
@@ -116,7 +116,7 @@ class ExpertEngine(Mover):
         self._first: dict[Any, int] = {}  # uid of a split -> where its first product stands
         self._open: Visit | None = None
         self._reading: dict[int, Slot] = {}
-        self._passing: list[tuple[int, int]] = []
+        self._passing: list[Expert] = []
         self._foresees = policy_named(cache.policy).needs in ("predictions", "future")
         self._left = 0  # prefetches that may still begin before the next router has spoken
         self._coming: Slot | None = None  # the prefetch that began last
@@ -207,6 +207,8 @@ class ExpertEngine(Mover):
         for layer, expert in self.pool.where.keys() - held:
             self.pool.evict(layer, expert)
         self.cache.forget(held - self.pool.where.keys())
+        for group in self.cache.caches:
+            group.busy = ()
 
     def resize(self, layer: int, n: int) -> int:
         """The slots that this layer can use become `n` more, or fewer for a negative `n`, between two runs. Returns the bytes taken
@@ -218,6 +220,18 @@ class ExpertEngine(Mover):
         self.pool.grow(size, n)
         self.cache.widen(layer, n)
         return n * size
+
+    def fetch(self, layer: int, expert: int, stay: Iterable[Expert] = ()) -> bool:
+        """Bring one expert ahead, for somebody who decides by himself what comes next (token queues); those that `stay` keep their slots.
+        False where it is there, the link is busy, or there is no slot to spare."""
+        stay = list(stay)
+        if self.pool.link is not None and not self.pool.link.done or len(stay) >= self.cache.slots_of(layer):
+            return False
+        events = [e for e in self.cache.bring(layer, expert, stay) if e[0] != "hit" and e[3] != "staged"]
+        self._apply(self.pool.device, [(kind, at, e, "predicted") for kind, at, e, _ in events])
+        if events:
+            self.counters.speculative_bytes += self._send([self.pool.where[layer, expert]])
+        return bool(events)
 
     # ---- a layer
 
