@@ -143,6 +143,11 @@ class CardEngine(ExpertEngine):
     def _may_need_waves(self, visit: Visit) -> bool:
         return self.among.placement is not None or super()._may_need_waves(visit)
 
+    def _look_ahead(self, target: Backend, visit: Visit, states: np.ndarray | None) -> None:
+        """After the layer's own card is done, not after each of the others."""
+        if self.among.homes[visit.layer] == self.d:
+            super()._look_ahead(target, visit, states)
+
     def _announce(self, target: Backend, layer: int, scores: dict[int, float]) -> None:
         """To each card what it will have to compute."""
         among = self.among
@@ -155,8 +160,11 @@ class CardEngine(ExpertEngine):
                 ExpertEngine._announce(card, card.pool.device, layer, mine)
 
     def _prefetch(self, target: Backend) -> bool:
-        """Each card over its own link."""
-        return any([ExpertEngine._prefetch(card, card.pool.device) for card in self.among.engines])
+        """A piece over this card's link, and all that they may over the others'."""
+        for card in self.among.engines:
+            while card is not self and ExpertEngine._prefetch(card, card.pool.device):
+                pass
+        return super()._prefetch(target)
 
 
 class Engines(Mover):
