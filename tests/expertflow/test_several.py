@@ -6,7 +6,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.expertflow.offloaded import Run
-from tests.models.architectures import MODELS, write
+from tests.models.architectures import write
 from workbench import models
 from workbench.devices.simulated import DeviceBuffer, simulated_machine
 from workbench.errors import AllocationError, ParameterError, StorageError
@@ -91,6 +91,7 @@ def test_any_placement_any_policy_and_any_forecast(model, resident, data):
     with offload_across(model, data.draw(st.floats(0.3, 1.0), "budget"), n, placement=placed, verify=True,
                         policy=data.draw(st.sampled_from(["lru", "lfu", "predicted", "plec"]), "policy"),
                         copies=data.draw(st.sampled_from(["local", "least"]), "copies"),
+                        granularity=data.draw(st.sampled_from(["expert", "matrix"]), "granularity"),
                         forecast=Forecaster.of_gates(Gates.of(model), ahead) if ahead else None) as run:
         assert same(steps(run.session, model.tokenizer.encode(TEXT)), resident)
 
@@ -113,8 +114,6 @@ def test_several_sequences_at_once(model):
 def test_other_kinds_of_experts(name, tmp_path):
     """Biases, a gate before the shared expert, groups."""
     pytest.importorskip("gguf")
-    name = next((m for m in MODELS if name.replace("-", "") in m.replace("-", "").replace("_", "")), None)
-    assert name
     with models.load(write(name, tmp_path / "m.gguf")) as model:
         run, tokens = Run(model, None), [3, 1, 4, 1, 5, 9, 2, 6]
         expected = steps(run.session, tokens)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import numpy as np
 
@@ -77,7 +78,7 @@ class Lane:
         self.ends, self.width, self.packs = list(ends), ends[0][1].nbytes // n // F32.block_bytes, packs
         self.packed = [Tensor(F32, (self.width, n, 1, 1)).named(f"{t.name} packed") for _, t in ends]
         self.index, self.numbers = [Tensor(I32, (n, 1, 1, 1)).named("rows") for _ in ends], Tensor(I32, (n, 1, 1, 1))
-        self._kernels: dict[int, list[Part]] = {}
+        self._made: dict[tuple[Any, ...], Any] = {}
 
     def uses(self, end: int) -> list[Tensor]:
         """What needs memory at an end."""
@@ -92,7 +93,7 @@ class Lane:
             numbers[:] = rows.astype(np.int32).view(np.uint8)
             for (card, _), index in zip(self.ends, self.index, strict=True):
                 card.set_async(index, numbers)
-            pack, unpack = self._kernels_of(len(rows))
+            pack, unpack = self._kept(("kernels", len(rows)), lambda: self._kernels(len(rows)))
             source.compute_async(pack)
             _copy(source, self._rows(self.packed[0], 0, len(rows)), target, self._rows(self.packed[1], 0, len(rows)))
             target.compute_async(unpack)
@@ -101,28 +102,35 @@ class Lane:
                 _copy(source, self._rows(a, first, last - first + 1), target, self._rows(b, first, last - first + 1))
         return rows.size * self.width * F32.block_bytes
 
-    def _rows(self, t: Tensor, first: int, n: int) -> Tensor:
-        piece = Tensor(F32, (self.width, n, 1, 1), name=t.name)
-        piece.place(t.require_data(), t.offset + first * self.width * F32.block_bytes)
-        return piece
+    def _kept(self, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
+        """Descriptions of rows that come again; a tensor that is placed anew makes all plans look where theirs are."""
+        if key not in self._made:
+            if len(self._made) >= 64:
+                self._made.clear()
+            self._made[key] = make()
+        return self._made[key]
 
-    def _kernels_of(self, n: int) -> list[Part]:
-        """Packing at one end and unpacking at the other, kept for the numbers of rows that come again."""
-        if n not in self._kernels:
-            if len(self._kernels) >= 16:
-                self._kernels.clear()
-            parts = []
-            for (_, t), packed, index, op in zip(self.ends, self.packed, self.index, (GET_ROWS, SET_ROWS), strict=True):
-                whole, side, numbers = self._rows(t, 0, packed.ne[1]), self._rows(packed, 0, n), Tensor(I32, (n, 1, 1, 1))
-                numbers.place(index.require_data(), index.offset)
-                src = (whole, numbers) if op is GET_ROWS else (side, numbers, whole)
-                node = Tensor(F32, (side if op is GET_ROWS else whole).ne, op=op.name, spec=op, src=src, name=t.name,
-                              view_src=None if op is GET_ROWS else whole)  # fmt: skip
-                if op is GET_ROWS:
-                    node.place(side.require_data(), side.offset)
-                parts.append(Part([node.mark(Flag.COMPUTE)]))
-            self._kernels[n] = parts
-        return self._kernels[n]
+    def _rows(self, t: Tensor, first: int, n: int) -> Tensor:
+        def make() -> Tensor:
+            piece = Tensor(F32, (self.width, n, 1, 1), name=t.name)
+            piece.place(t.require_data(), t.offset + first * self.width * F32.block_bytes)
+            return piece
+
+        return cast(Tensor, self._kept((t, first, n), make))
+
+    def _kernels(self, n: int) -> list[Part]:
+        """Packing at one end and unpacking at the other."""
+        parts = []
+        for (_, t), packed, index, op in zip(self.ends, self.packed, self.index, (GET_ROWS, SET_ROWS), strict=True):
+            whole, side, numbers = self._rows(t, 0, packed.ne[1]), self._rows(packed, 0, n), Tensor(I32, (n, 1, 1, 1))
+            numbers.place(index.require_data(), index.offset)
+            if op is GET_ROWS:
+                node = Tensor(F32, side.ne, op=op.name, spec=op, src=(whole, numbers), name=t.name)
+                node.place(side.require_data(), side.offset)
+            else:
+                node = Tensor(F32, whole.ne, op=op.name, spec=op, src=(side, numbers, whole), view_src=whole, name=t.name)
+            parts.append(Part([node.mark(Flag.COMPUTE)]))
+        return parts
 
 
 def _copy(source: Backend, a: Tensor, target: Backend, b: Tensor) -> None:

@@ -53,16 +53,17 @@ class Across:
 
 def offload_across(model: Model, budget: int | float | str, n_devices: int | None = None, *, placement: Placement | None = None,
                    copies: str = "local", backends: Sequence[Backend] | str | None = None, policy: str = "lru",
-                   forecast: Forecaster | None = None, prefetches: int = 4, mmap: bool = True, n_ctx: int | None = None, n_batch: int = 512,
-                   n_seq_max: int = 1, recording: bool = False, verify: bool = False, trace: Trace | None = None) -> Across:  # fmt: skip
+                   forecast: Forecaster | None = None, prefetches: int = 4, granularity: str = "expert", mmap: bool = True,
+                   n_ctx: int | None = None, n_batch: int = 512, n_seq_max: int = 1, recording: bool = False,
+                   verify: bool = False, trace: Trace | None = None) -> Across:  # fmt: skip
     """Open a session whose layers are divided among simulated cards, each with its own pool for experts.
 
     placement: where the experts of each layer are (see `placement.place`); the rest of a layer, shared experts too, stays on the layer's
     card. Without one, experts are where their layer is. copies: which copy of an expert computes, "local" or "least" (see
     `Placement.choose`). budget: of all cards together, divided by the places of their experts. backends: a machine, a preset's name for
-    each card, or one for all, such as "rtx3090-pcie4" (default: two round-numbered cards). forecast, policy, mmap: as in `offload`; what is
-    announced is loaded by the card that will compute it, and only out of pinned memory by several links at once. Raises ParameterError
-    where a card would have no experts, or too few slots.
+    each card, or one for all, such as "rtx3090-pcie4" (default: two round-numbered cards). forecast, policy, prefetches,
+    granularity, mmap: as in `offload`; what is announced is loaded by the card that will compute it, and only out of pinned memory by
+    several links at once. Raises ParameterError where a card would have no experts, or too few slots.
     """
     weights, k = expert_weights(model), model.hparams.n_expert_used
     if not weights:
@@ -99,7 +100,7 @@ def offload_across(model: Model, budget: int | float | str, n_devices: int | Non
             slots = {size: len(found) for size, found in pool.classes.items()}
             cache = ExpertCache(policy, slots, list(mine), model.hparams.n_expert, scope="global", sizes=list(pool.sizes.values()),
                                 least=least)  # fmt: skip
-            engines.append(CardEngine(pool, cache, forecast, prefetches=prefetches))
+            engines.append(CardEngine(pool, cache, forecast, prefetches=prefetches, granularity=granularity))
         among = Engines(engines, homes, placement, copies)
         scheduler = Scheduler(machine, transfer=among)
         session = Session(placed, n_ctx, n_batch, n_seq_max, scheduler=scheduler, recording=recording)
