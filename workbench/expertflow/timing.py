@@ -198,7 +198,8 @@ class Timed:
 
 def simulate(trace: RouteTrace | Stream, costs: Costs, policy: str = "lru", slots: int = 4, *, scope: str = "layer", batch: int = 1,
              forecast: Forecast | None = None, host_below: int | str = 0, hot: np.ndarray | None = None, thinking: int = 0,
-             granularity: str = "expert", host_slots: int | None = None, record: Trace | None = None) -> Timed:  # fmt: skip
+             granularity: str = "expert", host_slots: int | None = None, record: Trace | None = None,
+             recorded: int | None = None) -> Timed:  # fmt: skip
     """Run the routes of a trace with the costs of a configuration that has as many experts, k of them per token.
 
     policy, slots, scope, forecast, hot: as `replay`. batch: sequences side by side. host_below: missing experts with fewer tokens are
@@ -207,7 +208,7 @@ def simulate(trace: RouteTrace | Stream, costs: Costs, policy: str = "lru", slot
     layer. granularity: whether loads go by "expert" or by "matrix": then an expert begins when its first matrix is there, and a load that
     is needed waits for at most a matrix of a prefetch. host_slots: experts of the traced layers that the host's memory holds, those used
     last (default: all); others are read from `costs.disk` first, also to be computed there.
-    record: events of what streams and cache did. Raises ParameterError where trace and configuration do not fit.
+    record: events of what streams and cache did, in the first `recorded` steps or in all. Raises ParameterError where trace and configuration do not fit.
     """
     stream = trace if isinstance(trace, Stream) else Stream(trace, batch=batch)
     routes, router = stream.trace, costs.shape.router
@@ -219,12 +220,17 @@ def simulate(trace: RouteTrace | Stream, costs: Costs, policy: str = "lru", slot
         raise ParameterError(f"host_slots={host_slots!r}", f"{router.n_used} or more: those of a token in one layer")
     cache = cache_for(stream, policy, slots, scope, hot=hot)
     pieces = costs.shape.matrices if granularity == "matrix" else 1
-    return _Run(stream, costs, cache, forecast, host_below, record, thinking, pieces, host_slots).all()
+    run = _Run(stream, costs, cache, forecast, host_below, record, thinking, pieces, host_slots)
+    run.recorded = -1 if recorded is None else recorded * routes.n_layers
+    return run.all()
 
 
 class _Run:
     """One run. now: of the compute stream; link, disk: when these are free; ready: when each piece of a load has come, by (layer, expert);
-    rest: the prefetch of which pieces are still to be sent, not before `start`; ram: when each expert that is in the host's memory came."""
+    rest: the prefetch of which pieces are still to be sent, not before `start`; ram: when each expert that is in the host's memory came;
+    recorded: visits of layers after which nothing is recorded any more."""
+
+    recorded = -1
 
     def __init__(self, stream: Stream, costs: Costs, cache: ExpertCache, forecast: Forecast | None, host_below: int | str,
                  record: Trace | None, thinking: int, pieces: int, host_slots: int | None) -> None:  # fmt: skip
@@ -254,6 +260,8 @@ class _Run:
             pass
         for step, ((layer, experts), counts) in enumerate(zip(self.stream, token_counts(self.stream), strict=True)):
             n = sum(counts) // self.stream.trace.k
+            if step == self.recorded:
+                self.record = None
             if layer == 0:
                 self._compute(int(self.costs.head(n) * scaled_head), "head")
             self._layer(step, layer, dict(zip(experts, counts, strict=True)), n)

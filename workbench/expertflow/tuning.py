@@ -25,6 +25,8 @@ from workbench.moe import RouteTrace
 from workbench.trace import Trace
 
 PREDICTORS = ("none", "frequency", "gate", "oracle")
+RECORDED = 48
+"""Tokens of a stream whose events a run keeps: to take all down would take longer than to draw them."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ class Settings:
 
 class Outcome(NamedTuple):
     """What one setting gave: a single stream, several requests, recall and precision of the forecast (NaN without one), the record of
-    the stream, and the slots that the memory really holds."""
+    the stream's first tokens, and the slots that the memory really holds."""
 
     settings: Settings
     stream: Timed
@@ -100,7 +102,7 @@ class Bench:
         wanted = self.forecast(settings)
         record = Trace("virtual")
         policy = settings.policy if wanted is not None or settings.policy not in ("predicted", "plec") else "lru"
-        stream = simulate(self.stream, costs, policy, slots, scope=settings.scope, forecast=wanted, record=record,
+        stream = simulate(self.stream, costs, policy, slots, scope=settings.scope, forecast=wanted, record=record, recorded=RECORDED,
                           host_below="auto" if settings.hosted else 0, thinking=costs.predictor(settings.hidden))  # fmt: skip
         limits = Limits(settings.capacity, FOREVER if settings.wait < 0 else int(settings.wait * 1e6), None, settings.merge)
         pool = slots if settings.scope == "global" else slots * self.stream.trace.n_layers

@@ -100,13 +100,14 @@ def _ledgers(board: Board) -> str:
             width = ms / most * (WIDTH - 100)
             parts.append(_bar(x, y, width, 20, colour, f"{cause} {ms:.1f} ms"))
             if width > 16:
-                parts.append(_letter(x + width / 2, y + 14, "abcdefgh"[n]))
+                parts.append(_letter(x + width / 2, y + 14, "abcdefghi"[n]))
             x += width
         said.append(f"{name}: " + ", ".join(f"{c} {v * run.scale / run.n_tokens / 1e6:.1f} ms" for c, v in run.ledger.items() if v))
     x = 4.0
     for n, (cause, (colour, _)) in enumerate(LOSS_LOOKS.items()):
-        parts += [_bar(x, 62, 9, 9, colour), _text(x + 12, 71, f"{'abcdefgh'[n]} {cause}")]
-        x += 30 + 5.6 * len(cause)
+        if any(run.ledger[cause] for run in runs.values()):
+            parts += [_bar(x, 62, 9, 9, colour), _text(x + 12, 71, f"{'abcdefghi'[n]} {cause}")]
+            x += 30 + 5.6 * len(cause)
     return _figure(78, "Time per token by cause", "Time per token by cause. " + "; ".join(said), parts)
 
 
