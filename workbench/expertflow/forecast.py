@@ -6,6 +6,7 @@ two layers: it shows them what is known by now, and takes the most likely expert
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from math import isinf
 
@@ -62,19 +63,18 @@ class Forecaster:
         ids (T, k) are the experts of `layer`; normed (T, D) is what its router read.
         """
         if layer in self.guesses:
-            used = np.unique(ids)
+            used = set(ids.ravel().tolist())
             self.wanted += len(used)
-            self.foretold += int(np.isin(used, self.guesses[layer]).sum())
+            self.foretold += len(used.intersection(self.guesses[layer].ravel().tolist()))
         self._last[layer] = np.array(ids)
-        seen, n_expert = self._seen(layer, ids, normed), self.gates.n_expert
+        seen = self._seen(layer, ids, normed)
         for p, m, flops in self._plan[layer]:
             self.asked += 1
             self.flops += flops * len(ids)
             scores = p.following(self._before(m, len(ids)), m) if isinstance(p, PreviousToken) else p.scores(seen, m)
             best = np.argsort(-scores, axis=1, kind="stable")[:, : self.fetch]
-            counts = np.bincount(best.ravel(), minlength=n_expert) / len(ids)
             self.guesses[self.gates.layers[m]] = best
-            yield self.gates.layers[m], {int(e): float(counts[e]) for e in np.flatnonzero(counts)}
+            yield self.gates.layers[m], {e: n / len(ids) for e, n in sorted(Counter(best.ravel().tolist()).items())}
 
     def _speakers(self, now: int) -> Iterator[tuple[Predictor, int, int]]:
         """After expert layer `now`: who speaks about which expert layer, and its operations per token."""
