@@ -49,16 +49,16 @@ class Board:
 
     def place(self) -> None:
         """Give memory to the tensors of all uses, more than before only where one needs it."""
-        size = max((sum(padded(t.nbytes, 256) for t in use) for use in self.uses), default=0)
+        uses, self.uses = self.uses, []
+        size = max((sum(padded(t.nbytes, 256) for t in use) for use in uses), default=0)
         if size > (self.buffer.size if self.buffer is not None else 0):
             self.close()
             self.buffer = self.kind.alloc_buffer(size, Usage.COMPUTE)
-        for use in self.uses:
+        for use in uses:
             at = 0
             for t in use:
                 t.place(self.buffer, at)
                 at += padded(t.nbytes, 256)
-        self.uses = []
 
     def close(self) -> None:
         """Give the memory back."""
