@@ -38,3 +38,9 @@ def test_rooms_that_compute_load_no_pictures(room):
         pytest.skip(f"workbench.{room} does not exist yet")
     modules, _ = modules_after(f"import workbench.{room}")
     assert not modules & {"cupy", "matplotlib", "ipywidgets", "anywidget", "IPython", "jupyterlab"}
+
+
+def test_widgets_load_expertflow_for_the_dashboard_only():
+    run = subprocess.run([sys.executable, "-c", "import sys, workbench.widgets as w; loaded = [m for m in sys.modules if m.startswith('workbench.expertflow')]; "
+                          "print(loaded, w.Dashboard.__name__, 'workbench.expertflow.tuning' in sys.modules)"], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "[] Dashboard True"
