@@ -386,7 +386,8 @@ for name, limits in (("LATENCY", LATENCY), ("THROUGHPUT", THROUGHPUT)):
         assert r.apart <= 1e-4 and r.alike == r.of
         rows.append((name, who, r.loads, r.ahead, f"{r.mean:.2f}", f"{r.ms:.1f}"))
 heads = ["limits", "announced by", "loads waited for", "ahead", "tokens in each", "ms of a step"]
-views.table(heads, rows, "Tiny Mixtral, simulated card. A sixth less time where nobody waits; merging, it takes right ones.")
+views.table(heads, rows, "Tiny Mixtral, simulated card. A sixth less time where nobody waits; "
+            "with merging, only forecasts that are right help.")
 
 # %% [markdown]
 # One sequence is withdrawn in the middle of a step, while its token stands in queues:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -11,6 +12,7 @@ from typing import Any
 from workbench import models, widgets
 from workbench.expertflow import sources, tuning
 from workbench.expertflow.batching import Limits, TokenQueues
+from workbench.expertflow.fragments import blocks
 from workbench.expertflow.observe import record
 from workbench.expertflow.timing import Costs, costs
 from workbench.expertflow.tuning import Bench, Outcome, Settings
@@ -99,6 +101,47 @@ class Lesson25:
         """The table of symptoms on this bench."""
         return tuning.symptoms(self.bench(kind))
 
+    def verdicts(self) -> list[tuple[str, ...]]:
+        """Every number of the case beside ours: what, the article's, ours in f16 and in q4_0, and for both whether it is reproduced."""
+        kinds = ("f16", "q4_0")
+        steps = [[out for _, out in self.in_order(tuple(self.knobs), kind)] for kind in kinds]  # as found, then a knob more each
+        wide = [self.run(replace(self.found(kind), fetch=6), kind) for kind in kinds]
+        slots = [self.slots(kind)[0] for kind in kinds]
+        waste = [[blocks(self.costs(kind).expert_bytes, block << 20)[1] for block in (256, 128)] for kind in kinds]
+        gains = [{knob: self.mean_gain(knob, kind) for knob in self.knobs} for kind in kinds]
+        mends = [[self.mends(row, kind) for row in self.symptoms(kind)] for kind in kinds]
+        best = [sorted(g, key=lambda knob: -g[knob]) for g in gains]
+
+        def ms(name: str, theirs: tuple[int, int], ours: list[tuple[float, float]]) -> tuple[str, ...]:
+            said = [reproduced(theirs[1] / theirs[0], b / a) for a, b in ours]
+            return name, f"{theirs[0]} → {theirs[1]} ms", *(f"{a:,.0f} → {b:,.0f} ms" for a, b in ours), *said
+
+        def stream(name: str, theirs: tuple[int, int], first: int, last: int) -> tuple[str, ...]:
+            return ms(name, theirs, [(s[first].stream.per_token, s[last].stream.per_token) for s in steps])
+
+        hits = [(s[0].recall, s[1].recall) for s in steps]
+        return [
+            ("experts", "8", "8, of which 2 are used", "the same", "given", "given"),
+            ("24 GB card, 22 GB in use", "not said how many fit", *(f"{n} of 256 experts fit" for n in slots), "given", "given"),
+            ("window 1 → 3: prediction hits", "85 → 96%", *(f"{a:.0%} → {b:.0%}" for a, b in hits),
+             *(reproduced(96 / 85, b / a) for a, b in hits)),
+            ("the same by naming 2 → 6 experts", "-", *(f"{s[0].recall:.0%} → {w.recall:.0%}" for s, w in zip(steps, wide)), "-", "-"),
+            stream("window 1 → 3, one stream", (120, 75), 0, 1),
+            stream("queue 32 → 64 (here 4 → 8), one stream", (75, 60), 1, 2),
+            ms("the same, a request of eight", (75, 60), [(s[1].served.latency(), s[2].served.latency()) for s in steps]),
+            stream("blocks 256 → 128 MB, one stream", (60, 55), 2, 3),
+            ("waste in these blocks", "not said", *(f"{a:.1%} → {b:.1%}" for a, b in waste), "-", "-"),
+            stream("all three, one stream", (120, 55), 0, 3),
+            ("order of the knobs by their gain", "predictor, queue, pool", *(", ".join(b) for b in best),
+             *("yes" if tuple(b) == tuple(self.knobs) else "no" for b in best)),
+            ("symptoms that their knob mends", "6", *(f"{sum(m)} of {len(m)}" for m in mends), "-", "-"),
+        ]  # fmt: skip
+
+    def mends(self, row: tuning.Symptom, kind: str) -> bool:
+        """Whether a row's counter is better after its knob was turned: recall and slots rise, everything else falls."""
+        shown, mended = (row.read(self.run(s, kind)) for s in (row.shows, row.mended))
+        return mended > shown if row.counter in ("recall", "slots") else mended < shown
+
     @staticmethod
     def served_now(came: Sequence[int], now: int, limit: int) -> bool:
         """What the queues of lesson 23 say about a queue whose tokens came at these times."""
@@ -110,6 +153,12 @@ class Lesson25:
     def dashboard(self, kind: str = "q4_0") -> Any:
         """All knobs."""
         return widgets.Dashboard(self.bench(kind))
+
+
+def reproduced(theirs: float, ours: float) -> str:
+    """How a change (after / before) compares with the seed's, as logarithms: between half and double of it is "yes"."""
+    share = math.log(ours) / math.log(theirs)
+    return "no" if share < 0.1 else "partly" if share < 0.5 else "yes" if share <= 2 else "more"
 
 
 # ---- what the seed's three listings do, in our words
