@@ -412,6 +412,7 @@ def test_a_forecaster_takes_only_what_can_be_known_between_two_layers():
     for predictors in ([GateAhead(2)], [GateAhead(1), GateAhead(1)], [Oracle()], [tiny_network(run)], [GateAhead(0)], [OrElse(GateAhead(2), often)]):
         with pytest.raises(ParameterError, match="layers before the router"):
             Forecaster(run.gates, predictors)
+    Forecaster(run.gates, [GateAhead(n) for n in (1, 2, 3, 4)])                          # that look past the end, and say nothing there
     with pytest.raises(ParameterError, match="at most 3"):
         Forecaster(run.gates, [often] * 4)
 

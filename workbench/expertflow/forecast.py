@@ -33,8 +33,8 @@ class Forecaster:
                 if not (p.ahead == distance and p.reads in ("state", "routes") or p.reads == "nothing" or isinstance(p, PreviousToken)):
                     raise ParameterError(f"{p.name}, for layers {distance} ahead", f"one that speaks {distance} layers before the router "
                                          "and reads the present layer, or what the token before used", "a smaller window")  # fmt: skip
-        if len(predictors) > len(gates.layers):
-            raise ParameterError(f"a window of {len(predictors)} layers", f"at most {len(gates.layers)}: so many have experts")
+                if isinf(p.ahead) and distance > len(gates.layers):
+                    raise ParameterError(f"a window of {len(predictors)} layers", f"at most {len(gates.layers)}: so many have experts")
         self.gates, self.predictors = gates, list(predictors)
         self.fetch = gates.k if fetch is None else fetch
         if not 1 <= self.fetch <= gates.n_expert:
