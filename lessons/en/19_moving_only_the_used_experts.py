@@ -286,7 +286,8 @@ real, drawn = state.distinct("tiny-mixtral", 32), state.expected(8, 2, 32)
 lesson.reveal("distinct", round(real), exact=f"{real:.2f}", drawn=f"{drawn:.2f}")
 
 # %% [markdown]
-# So with 8 experts there is little left to save at 32 tokens, and below 32 the CPU computes anyway. With many experts it is different. Published counts:
+# So with 8 experts there is little left to save at 32 tokens, and below 32 the CPU computes anyway. With many experts it is different. Published counts;
+# those of Kimi K3 are means over several texts, while the 126 in lesson 16 is of one paragraph:
 
 # %%
 rows = [(f"Kimi K3, 16 of 896, {n} tokens", state.expected(896, 16, n), float(used))

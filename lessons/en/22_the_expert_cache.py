@@ -309,6 +309,9 @@ views.side_by_side([("hit rate, nothing fetched ahead", lru, alone)], ("LRU", "w
                    "Knowing one layer of the future changes little about who should go.")
 
 # %% [markdown]
+# All of this holds for misses that wait for the link. Where the host computes them instead, nobody waits behind a wrong guess, and a forecast can
+# only add hits: how much that brings, lesson 27 measures (section 8).
+#
 # ## 8 · Replayed and run · 2 min
 #
 # A replay moves no weights. The engine does: here it runs the model on a simulated card with room for half of the experts, token by token, and
