@@ -164,15 +164,14 @@ def _parts(source: Source, fitted: bool) -> tuple[RouteTrace, RouteTrace, list[s
 
 def _forecast(args: argparse.Namespace, source: Source, fit: RouteTrace, trace: RouteTrace) -> Forecast:
     from workbench import models
-    from workbench.expertflow import network, observe, predictors, replay, scoring
+    from workbench.expertflow import network, observe, replay, scoring
 
-    simple = {"oracle": predictors.Oracle, "frequency": predictors.Frequency, "previous-token": predictors.PreviousToken,
-              "previous-layer": predictors.PreviousLayer}  # fmt: skip
+    simple = ("oracle", "frequency", "previous-token", "previous-layer")
     if args.predictor not in network.names():
         raise ParameterError(f"predictor {shown(args.predictor)!r}", f"one of {', '.join(network.names())}")
     choose = scoring.top(trace.k if args.fetch is None else args.fetch)
     if args.predictor in simple:
-        found = simple[args.predictor]().fit(replay.seen_routes(fit))
+        found = network.unfitted(args.predictor).fit(replay.seen_routes(fit))
         return replay.forecast_of(found, replay.seen_routes(trace), choose)
     own = source.name if source.name.startswith("tiny-") else ""
     if not (args.model or own):
@@ -180,7 +179,7 @@ def _forecast(args: argparse.Namespace, source: Source, fit: RouteTrace, trace: 
                              "only these read nothing but routes")  # fmt: skip
     with models.load(args.model or f"{own}-f16") as model:
         if args.predictor.startswith("gate-"):
-            made: Any = predictors.GateAhead(int(args.predictor.removeprefix("gate-")))
+            made = network.unfitted(args.predictor)
         elif own:
             made = network.shipped_predictors(own)[args.predictor]
         else:
