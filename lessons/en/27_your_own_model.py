@@ -63,7 +63,7 @@ views.graph_picture(own.experts_part(), "The ids are a source of each product: t
                     f"Top-k and the products of the first layer of {MODEL} with experts.")
 
 # %% [markdown]
-# ## 3 · Where its weights would lie · 5 min
+# ## 3 · Where its weights would lie · 4 min
 #
 # A card takes everything but the experts (`--cpu-moe`), and the host computes these when a single token is decoded. The scheduler cuts the graph
 # wherever the device changes. How many splits has one token?
@@ -149,7 +149,7 @@ lesson.reveal("recall", "half" if gate < 0.6 else "three quarters" if gate < 0.8
               gate=f"{gate:.0%}", token=f"{scores['previous token'].recall:.0%}")
 
 # %% [markdown]
-# ## 6 · One token's way · 4 min
+# ## 6 · One token's way · 3 min
 #
 # Half of the experts in slots, the gate two layers ahead, weights that really move. One decoded token, event by event; the number is the step of
 # the article's nine. It gives them as 1 to 9 per token. Which of them happens in an order that the article does not have?
@@ -169,26 +169,27 @@ views.table(["step", "what", "times"], [(n, own.way["nine"][n - 1], counts[n - 1
 #
 # ## 7 · Does a cache pay? · 5 min
 #
-# `fit` gives upper bounds for a card: bytes over the narrowest place, all else hidden. Take a card that holds 70% of our experts beside all else. Without a
+# `fit` gives upper bounds for a card: bytes over the narrowest place, all else hidden. Take a card that holds half of our experts beside all else. Without a
 # cache, the host computes those of the layers that do not fit: they cross its memory (58 GB/s) and not the link (25 GB/s). A cache of as many experts
-# with 70% hits lets 30% of the bytes cross the link. Who is ahead?
+# with 68% hits lets 32% of the bytes cross the link. Who is ahead?
 
 # %% tags=["predict"]
 lesson.predict("pays")
 
 # %%
-found, said = own.fitted(own.card(0.7))
+found, said = own.fitted(own.card(0.5))
 rows = [(b.way, f"{b.nbytes / MIB:.2f}", f"{b.bandwidth / 1e9:g}", round(b.tokens_per_second))
-        for b in [*found.bounds, said.bound]]
+        for b in [*found.bounds, said.bound, said.hybrid]]
 print(found.verdict())
 views.table(["way", "MiB per token", "GB/s", "tokens/s at most"], rows, said.sentence)
 
 # %% tags=["reveal"]
-found, said = own.fitted(own.card(0.7))
-slow = own.fitted(own.card(0.7), ram_speed=20e9)[1]
+found, said = own.fitted(own.card(0.5))
+slow = own.fitted(own.card(0.5), ram_speed=20e9)[1]
 host = max(b.tokens_per_second for b in found.bounds if b.over == "memory of the host")
-lesson.reveal("pays", "cache" if said.bound.tokens_per_second > host else "host",
-              slow=slow.sentence.removeprefix("ExpertFlow: "), hits=said.bound.way)
+lesson.reveal("pays", "cache" if said.bound.tokens_per_second > host else "host", hits=said.bound.way,
+              slow="pays" if "link pays" in slow.sentence else "does not pay",
+              both=f"{said.hybrid.tokens_per_second / host:.1f}")
 
 # %% [markdown]
 # The second way is the one to beat: `--n-cpu-moe` keeps whole layers on the card, so the host's part shrinks with every MiB as well. Turn the knobs: memory of
@@ -200,18 +201,19 @@ cards, rams, links, runs = [0.3, 0.5, 0.7, 0.9], [10, 20, 40, 58, 90], [6, 12, 2
 def what_if(card, ram, link):
     found, said = own.fitted(own.card(cards[card]), rams[ram] * 1e9, links[link] * 1e9)
     host = max(b.tokens_per_second for b in found.bounds if b.over == "memory of the host")
-    cache = said.bound.tokens_per_second if said.bound else 0
-    runs["A"], runs["B"] = runs.get("B", (host, cache)), (host, cache)
-    rows = [(name, *(round(r[i]) for r in runs.values())) for i, name in enumerate(("host", "cache"))]
+    now = (host, *(b.tokens_per_second if b else 0 for b in (said.bound, said.hybrid)))
+    runs["A"], runs["B"] = runs.get("B", now), now
+    names = ("host", "cache", "both")
+    rows = [(name, *(round(r[i]) for r in runs.values())) for i, name in enumerate(names)]
     return views.table(["tokens/s at most", "A: last run", "B: this run"], rows, said.sentence)
 
 names = [[f"{v:.0%}" for v in cards], *([f"{v} GB/s" for v in some] for some in (rams, links))]
 labels = ["experts that the card holds", "memory of the host", "link"]
 knobs = [[label, 0, len(some) - 1, some] for label, some in zip(labels, names)]
-widgets.Knobs(knobs=knobs, values=[2, 3, 2]).drive(what_if)
+widgets.Knobs(knobs=knobs, values=[1, 3, 2]).drive(what_if)
 
 # %% [markdown]
-# ## 8 · Where the time goes · 5 min
+# ## 8 · Where the time goes · 8 min
 #
 # Bounds hide everything that waits. So now a run in virtual time. Experts of 120 KiB would only show a link's latency; hence these routes with the bytes and
 # operations of the published model of the same shape, here Mixtral-8x7B in f16 on an RTX 3090 with PCIe 4, half of the experts in slots. Against LRU on
@@ -223,7 +225,8 @@ lesson.predict("prefetch")
 # %%
 runs = own.ledgers(own.shares[1])
 assert all(sum(run.ledger.values()) == run.ns for run in runs.values())
-views.ledger_picture(runs, "Waiting dominates, for loads or for the CPU; least where both share it.")
+views.ledger_picture({name: run for name, run in runs.items() if name[:3] not in ("LFU", "bou")},
+                     "Waiting dominates, for loads or for the CPU; least where both share it.")
 
 # %%
 views.ledger_table(runs, f"{runs['LRU, on demand'].costs.name}, slots for half of the experts.")
@@ -238,22 +241,67 @@ lesson.reveal("prefetch", "slower" if gate > lru * 1.02 else "faster" if gate < 
               closed=f"{(lru - right) / (lru - bound):.0%}")
 
 # %% [markdown]
-# Plainly: with this card and these sizes prediction does not pay; with every guess right it would win a few percent. An expert takes 14 ms over the link and 0.4
-# ms to compute, so the link is never idle: whatever is fetched early delays what is needed now. What pays is not to move them at all. The same with a
-# quarter of the experts in slots, beside it:
+# Plainly: as long as a miss waits for the link, prediction does not pay here. An expert takes 14 ms over it and 0.4 ms to compute, so the link is never idle:
+# whatever is fetched early delays what is needed now.
+#
+# So let nobody wait. The gate names *one* expert of the next layer, and the link brings it if it has time. What is missing, or would come too late, the
+# CPU computes, as the hot set's others. Which part of the gap between LRU and the optimum that prefetches does that close?
+
+# %% tags=["predict"]
+lesson.predict("hybrid")
+
+# %%
+runs, mixed = own.ledgers(own.shares[1]), own.hybrids(own.shares[1])
+assert all(sum(run.ledger.values()) == run.ns for run in mixed.values())
+shown = {"LRU, on demand": runs["LRU, on demand"],
+         "hot set, CPU": runs["hot ones stay, others on the CPU"],
+         **{f"{name}, CPU": run for name, run in mixed.items()}}
+views.ledger_table(shown, "Hardly anybody waits for the link any more; the CPU sets the pace.")
+
+# %% tags=["reveal"]
+runs, mixed = own.ledgers(own.shares[1]), own.hybrids(own.shares[1])
+names = ("LRU, on demand", "bound: oracle, prefetching", "gate 1 ahead")
+lru, bound, loaded = (runs[n].per_token for n in names)
+gate, c = mixed["gate 1 ahead"], runs["LRU, on demand"].costs
+closed = (lru - gate.per_token) / (lru - bound)
+lesson.reveal("hybrid", "none" if closed < 0.1 else "half" if closed < 0.75 else "nearly all",
+              closed=f"{closed:.0%}", gate=f"{gate.per_token:.0f}", loaded=f"{loaded:.0f}",
+              alone=f"{c.on_host(1) / 1e6:.1f}", beside=f"{c.beside_copies(1) / 1e6:.1f}")
+
+# %% [markdown]
+# But LRU on demand is easily beaten. Two schemes without any forecast leave misses to the CPU as well: all experts there, and a hot set. Here they are beside each
+# other, for two published shapes (the second with the routes of our tiny DeepSeek), a quarter and a half of the experts in slots:
 
 # %%
 rows = []
-for n in own.shares:
-    base = own.ledgers(n)["LRU, on demand"].per_token
-    rows += [(n, name, f"{run.per_token:.0f}", f"{base / run.per_token:.2f}", f"{run.hit_rate:.0%}",
-              f"{run.stalled:.0%}") for name, run in own.ledgers(n).items()]
-heads = ["slots", "scheme", "ms per token", "speed-up", "hits", "stalled"]
-views.table(heads, rows, own.ledgers(n)["LRU, on demand"].costs.name + ", both budgets.")
+for one in (own, state.open("tiny-deepseek-f16")):
+    for n in one.shares:
+        runs, mixed = one.ledgers(n), one.hybrids(n)
+        alone = ("LRU, on demand", "all on the CPU", "hot ones stay, others on the CPU")
+        times = [run.per_token for run in (*map(runs.get, alone), *mixed.values())]
+        rows.append((one.published().shape.name, n, *(f"{ms:.1f}" for ms in times),
+                     f"{times[4] / min(times[1:3]):.2f}"))
+heads = ["shape", "slots", "LRU, loads", "all on CPU", "hot set", "token before", "gate", "always right"]
+views.table([*heads, "gate / best of the CPU"], rows,
+            "ms per token, f16. From “hot set” on, misses are computed on the CPU.")
 
 # %% [markdown]
-# Prefetching can win where loads and computing are of one size: smaller experts, more tokens in a step, a faster link (lessons 21 and 25).
+# Plainly, again. Leaving misses to the CPU is worth most, with any forecast or none. What a forecast adds to that: with small experts, which come in time, a
+# tenth; with Mixtral's large ones nothing here, against a hot set counted in the same texts. (Counted in *other* texts the hot set is worse, and
+# the gate is ahead in all four cases: `python -m benchmarks engine`.)
 #
+# And if the host's memory does not hold the experts either? Mixtral's are 90 GB in f16; the others are read from an NVMe disk, 7 GB/s:
+
+# %%
+rows = []
+for gb in (96, 64, 32):
+    run = own.hybrids(own.shares[1], gb * 10**9)["gate 1 ahead"]
+    rows.append((gb, f"{run.per_token:.0f}", f"{run.disk_reads * run.scale / run.n_tokens:.1f}",
+                 f"{run.ledger['disk'] / run.ns:.0%}"))
+views.table(["memory of the host, GB", "ms per token", "experts read per token", "waiting for the disk"],
+            rows, "First reads included. The slowest place that is used sets the pace.")
+
+# %% [markdown]
 # ## 9 · How far to trust this · 4 min
 #
 # One simple cost model, two constants per source fitted, then left alone; the published figures beside it. Of the rows that were not fitted, how many are within
@@ -277,8 +325,9 @@ lesson.reveal("hindcast", said, near=near, of=len(free), far=len(free) - far)
 #
 # ## 10 · Where which scheme wins · 4 min
 #
-# Mixtral-8x7B in 4 bits, half of its experts on the card. Batch across, link upwards, one panel per speed of the host's memory. One token at a time, PCIe 4
-# (25 GB/s), host memory of 60 GB/s: who wins?
+# Mixtral-8x7B in 4 bits, half of its experts on the card. Batch across, link upwards, one panel per speed of the host's memory. Hits of a cache and of a hot set
+# are replayed at each batch on 48 recorded texts. *Shared*: of what the hot set misses, some are copied while the CPU computes the others. *Forecast*: section 8's
+# gate, run at each place. Eight tokens at once, PCIe 4 (25 GB/s), host memory of 60 GB/s: who wins?
 
 # %% tags=["predict"]
 lesson.predict("regime")
@@ -286,21 +335,25 @@ lesson.predict("regime")
 # %%
 points = state.regimes((1, 2, 4, 8, 16, 32, 128, 512), (4, 8, 12, 16, 25, 40, 60), (20, 60))
 views.regime_picture(points,
-                     "Fast host memory, slow link: the CPU. Many tokens or a fast link: the cache.",
+                     "One token: hot set, forecast or cache. Large batches: link and CPU share the misses.",
                      "Mixtral-8x7B (q4_0), half of the experts on an RTX 3090", state.published_points())
 
 # %% tags=["reveal"]
-[point] = state.regimes((1,), (25,), (60,))
-times = {scheme: f"{ms:.0f}" for scheme, ms in point.times.items() if ms}
-lesson.reveal("regime", point.winner, host=times["host"], cache=times["cache"],
-              used=times["used experts"])
+[point] = state.regimes((8,), (25,), (60,))
+times = {scheme: f"{ms:.0f}" for scheme, ms in point.times.items() if ms and " " not in scheme}
+lesson.reveal("regime", point.winner, **times)
+
+# %%
+rows = [(n, r.used, *(f"{share:.0%}" for share in (r.cache, r.hot)))
+        for n in (1, 2, 4, 8, 16, 32) for r in [state.rates(n)]]
+views.table(["tokens in a step", "experts of a layer in use", "a cache hits", "a hot set holds"], rows,
+            "A cache lives on repetition. A batch leaves none; a hot set does not mind.")
 
 # %% [markdown]
-# 1 to 4 are the cards of Mixtral-offloading, which ran a cache at one token; 5 is llama.cpp's copy of used experts in a prompt. Here a cache is never worse than
-# copying used experts anew, by construction: it does the same on a miss. And the host computes *all* experts here; the best scheme of section 8, hot ones on the
-# card and the others on the host, is a mixture that the diagram does not have.
+# 1 to 4 are the cards of Mixtral-offloading, which ran a cache at one token; 5 is llama.cpp's copy of used experts in a prompt. All on the CPU wins nowhere: a
+# hot set does the same with less. A forecast has nothing to say where a batch needs every expert.
 #
-# ## 11 · Your turn · 5 min
+# ## 11 · Your turn · 4 min
 #
 # **Tier 1.** The bound of a cache: `active` bytes per token, a hit rate, a link in bytes per second.
 
@@ -395,7 +448,8 @@ lesson.check("break-even", break_even, [state.level(own, *case) for case in on],
 # | `plan_schedule`, `schedule` | `GGML_SCHED_DEBUG=2 llama-cli --cpu-moe` | flash attention, CUDA graphs |
 # | `record`, `RouteTrace` | traces of the papers; `ffn_moe_topk` in llama.cpp's eval callback | |
 # | `fit`, `verdict` | llama.cpp's `--fit`, model cards | driver memory |
-# | `simulate`, the ledger | ExpertFlow's evaluation | contention for the host's memory |
+# | `simulate`, the ledger | ExpertFlow's evaluation | several disks, the page cache's own ways |
+# | misses on the CPU | Fiddler, KTransformers, HybriMoE | threads that also feed the link |
 # | `regimes.diagram` | roofline charts | several cards (lesson 26) |
 #
 # **Next**: there is no lesson 28. `python -m workbench replay` takes traces of other programs, `run` generates text under a budget, and `CONTRIBUTING.md` says how

@@ -2,11 +2,14 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from workbench.expertflow.hindcast import MIXTRAL_OFFLOADING, PR_15346, hindcast
-from workbench.expertflow.regimes import SCHEMES, diagram, step_times
+from workbench.expertflow.regimes import SCHEMES, Rates, diagram, measured, step_times
 from workbench.expertflow.timing import costs
+from workbench.moe import RouteTrace
+from workbench.moe.configs import expected_distinct
 
 ROWS = hindcast()
 
@@ -36,27 +39,56 @@ C = costs("Mixtral-8x7B", kind="q4_0")
 ALL = C.shape.n_moe * 8 * C.expert_bytes
 
 
+def even(batch, hits=0.5):
+    return Rates(expected_distinct(8, 2, batch), hits, hits)
+
+
 def test_what_must_hold_anywhere():
-    for p in diagram(C, (1, 8, 64), (8, 25, 60), (20, 60, 200), ALL // 2, lambda n: 0.5):
-        assert set(p.times) == set(SCHEMES) and p.times["resident"] is None      # half of it does not fit
-        assert p.times["cache"] <= p.times["used experts"]
-    full = step_times(C, 4, ALL, 1.0)
-    assert full["resident"] <= min(t for t in full.values())
+    for p in diagram(C, (1, 8, 64), (8, 25, 60), (20, 60, 200), ALL // 2, even):
+        t = p.times
+        assert set(t) == set(SCHEMES) and t["resident"] is t["forecast"] is None     # half of it does not fit; nothing was run
+        assert t["cache"] <= t["used experts"] and t["hot"] <= t["host"]
+        assert t["shared"] <= t["cache"] * 1.0001                                    # with the same hits: copying all of the misses is one way
+    full = step_times(C, 4, ALL, Rates(5.0, 1.0, 1.0))
+    assert full["resident"] <= min(t for t in full.values() if t is not None) and full["shared"] is None
+    assert [p.winner for p in diagram(C, (1,), (25,), (60,), ALL // 2, even, lambda costs, n: 1e-3)] == ["forecast"]
 
 
 def test_who_wins_at_the_ends():
-    def winner(batch, link, memory, hits):
-        [p] = diagram(C, (batch,), (link,), (memory,), ALL // 2, lambda n: hits)
+    def winner(batch, link, memory, cache, hot):
+        [p] = diagram(C, (batch,), (link,), (memory,), ALL // 2, lambda n: Rates(expected_distinct(8, 2, n), cache, hot))
         return p.winner
 
-    assert winner(1, 8, 200, 0.5) == "host"                                      # a slow link and fast host memory
-    assert winner(1, 60, 10, 0.9) == "cache"
-    assert winner(512, 60, 20, 0.5) == "cache"                                   # many tokens pay for their loads
-    tiny = step_times(C, 1, 10 * C.expert_bytes, 0.0)
-    assert tiny["cache"] is None                                                 # not even a token's experts of each layer fit
+    assert winner(1, 8, 200, 0.5, 0.5) == "hot"                                  # a slow link and fast host memory
+    assert winner(1, 60, 10, 0.9, 0.5) == "cache"
+    assert winner(512, 60, 20, 0.5, 0.5) in ("cache", "shared")                  # many tokens pay for their loads
+    tiny = step_times(C, 1, 10 * C.expert_bytes, even(1, 0.0))
+    assert tiny["cache"] is tiny["hot"] is None                                  # not even a token's experts of each layer fit
 
 
-def test_a_faster_link_never_hurts():
+def test_a_faster_link_never_hurts_what_does_not_compute_beside_it():
     for n in (1, 16, 256):
-        slow, fast = (step_times(replace(C, device=replace(C.device, link=link)), n, ALL // 2, 0.5) for link in (10, 40))
-        assert all(fast[s] <= slow[s] for s in SCHEMES if fast[s] is not None)
+        slow, fast = (step_times(replace(C, device=replace(C.device, link=link)), n, ALL // 2, even(n)) for link in (10, 40))
+        assert all(fast[s] <= slow[s] for s in SCHEMES if fast[s] is not None and s != "shared")
+
+
+def test_shared_by_hand():
+    """Of three cold experts one is copied and computed, two are computed on the host meanwhile, or any other split that is quicker."""
+    c, before, each = C, C.attention(1) + C.ids(1), C.expert(1)
+    found = step_times(c, 1, ALL // 2, Rates(4.0, 0.25, 0.25))["shared"]
+    ways = [max((1 + n) * each, n * c.load + each, (3 - n) * c.beside_copies(1)) for n in (1, 2, 3)]
+    assert found == pytest.approx((c.shape.n_moe * (before + min(ways)) + c.head(1)) / 1e6)
+
+
+def test_rates_are_counted_in_replays():
+    """Four sequences side by side over one layer of 8 with slots for half: by hand from sets."""
+    rng = np.random.default_rng(0)
+    ids = np.argsort(rng.random((1, 80, 8)) - 0.4 * (np.arange(8) < 3), -1)[..., :2].astype(np.int32)
+    at = np.arange(80, dtype=np.int32)
+    trace = RouteTrace(ids, np.full(ids.shape, np.nan, np.float32), np.array([0]), at * 0, at % 20, at // 20, 8)
+    steps = [set(ids[0][at % 20 == p].ravel().tolist()) for p in range(20)]
+    hot = set(np.argsort(-trace.counts()[0], kind="stable")[:4].tolist())
+    found = measured(trace, trace, 4, 4)
+    assert found.used == pytest.approx(sum(map(len, steps)) / 20)
+    assert found.hot == pytest.approx(sum(len(s & hot) for s in steps) / sum(map(len, steps)))
+    assert 0 < found.cache < 1

@@ -10,7 +10,7 @@ from workbench.expertflow.hindcast import hindcast
 from workbench.expertflow.monitor import Monitor
 from workbench.expertflow.observe import Gates
 from workbench.expertflow.offload import offload
-from workbench.expertflow.regimes import diagram
+from workbench.expertflow.regimes import Rates, diagram
 from workbench.expertflow.timing import costs, simulate
 from workbench.trace import Trace
 
@@ -34,7 +34,7 @@ def test_the_ledger_names_configuration_and_totals(runs):
 
 
 def test_the_phase_diagram_counts_every_place():
-    points = diagram(COSTS, (1, 8), (8, 30), (20, 200), COSTS.shape.n_moe * 4 * COSTS.expert_bytes, lambda n: 0.6)
+    points = diagram(COSTS, (1, 8), (8, 30), (20, 200), COSTS.shape.n_moe * 4 * COSTS.expert_bytes, lambda n: Rates(8.0, 0.6, 0.5))
     alt = views.regime_picture(points, "c", "t", [(3, 12.6, "somebody's card")]).alt
     assert "in how many of 4 places" in alt and "somebody's card" in alt
 

@@ -12,20 +12,30 @@ import numpy as np
 from workbench import models, paths
 from workbench.cgraph import CGraph
 from workbench.devices import CpuBackend
+from workbench.expertflow import sources
 from workbench.expertflow.engine import expert_weights
 from workbench.expertflow.forecast import Forecaster
 from workbench.expertflow.hindcast import Row, hindcast
+from workbench.expertflow.network import shipped_predictors
 from workbench.expertflow.observe import Gates, Seen, record
 from workbench.expertflow.offload import expert_bytes, offload
-from workbench.expertflow.predictors import Frequency, GateAhead, Oracle, Predictor, PreviousLayer, PreviousToken
-from workbench.expertflow.regimes import Point, diagram
+from workbench.expertflow.predictors import (
+    Frequency,
+    GateAhead,
+    Oracle,
+    OrElse,
+    Predictor,
+    PreviousLayer,
+    PreviousToken,
+)
+from workbench.expertflow.regimes import Point, Rates, diagram, measured
 from workbench.expertflow.replay import Forecast, Result, Stream, forecast_of, replay
 from workbench.expertflow.scoring import Score, evaluate, mean, top
 from workbench.expertflow.timing import Costs, Timed, costs, simulate
 from workbench.expertflow.verdict import Verdict, verdict
 from workbench.models.fitting import Fit, fit
 from workbench.models.planning import EXPERTS, SchedulePlan, plan_schedule
-from workbench.moe import configs
+from workbench.moe import RouteTrace, configs
 from workbench.tensors import Tensor
 from workbench.trace import Trace
 from workbench.views import token_way
@@ -163,10 +173,26 @@ class Own:
 
     def perfect(self, slots: int, kind: str = "f16") -> Timed:
         """The same with a forecast that is always right, one layer ahead, instead of the gate's."""
-        return simulate(Stream(self.judged.routes), self.published(kind), "predicted", slots, forecast=self._forecast(Oracle(), 1))
+        return simulate(Stream(self.judged.routes), self.published(kind), "predicted", slots, forecast=self._forecast(Oracle(), ahead=1))
 
-    def _forecast(self, predictor: Predictor, ahead: int | None = None) -> Forecast:
-        found = forecast_of(predictor, self.judged, top(self.model.hparams.n_expert_used))
+    @lru_cache(maxsize=16)  # noqa: B019
+    def hybrids(self, slots: int, ram: int | None = None) -> dict[str, Timed]:
+        """Forecasts that name one expert of each layer, with misses computed on the CPU. ram: bytes of experts that the host's memory
+        holds (default: all of them)."""
+        c = self.published()
+        said = {"token before": (PreviousToken(), None, 0), "gate 1 ahead": (OrElse(GateAhead(1), Frequency()), None, c.look_ahead),
+                "always right, 1 ahead": (Oracle(), 1, 0)}  # fmt: skip
+        held = None if ram is None else ram * len(self.layers) // (c.shape.n_moe * c.expert_bytes)
+
+        def run(predictor: Predictor, ahead: int | None, thinking: int) -> Timed:
+            forecast = self._forecast(predictor.fit(self.warm), 1, ahead)
+            return simulate(Stream(self.judged.routes), c, "predicted", slots, forecast=forecast, host_below="auto", thinking=thinking,
+                            host_slots=held)  # fmt: skip
+
+        return {name: run(*one) for name, one in said.items()}
+
+    def _forecast(self, predictor: Predictor, named: int | None = None, ahead: int | None = None) -> Forecast:
+        found = forecast_of(predictor, self.judged, top(named or self.model.hparams.n_expert_used))
         return found if ahead is None else Forecast(found.name, found.wanted, ahead)
 
     def layer_kinds(self) -> list[tuple[str, int]]:
@@ -187,18 +213,15 @@ class Lesson27:
         """Published figures beside the cost model's."""
         return hindcast()
 
-    def regimes(self, batches: tuple[int, ...], links: tuple[float, ...], memories: tuple[float, ...], share: float = 0.5,
-                hits: float = 0.7, kind: str = "q4_0") -> list[Point]:  # fmt: skip
-        """The phase diagram of Mixtral-8x7B with a share of its experts on an RTX 3090. hits: of a cache for one token; a batch that
-        needs every expert finds its share there and no more."""
+    def regimes(self, batches: tuple[int, ...], links: tuple[float, ...], memories: tuple[float, ...], kind: str = "q4_0") -> list[Point]:
+        """The phase diagram of Mixtral-8x7B with half of its experts on an RTX 3090, with hits and forecasts measured on the tiny
+        Mixtral's routes: one token after another, or side by side."""
         c = costs("Mixtral-8x7B", CARD, kind)
-        capacity = int(share * c.shape.n_moe * c.shape.router.n_expert * c.expert_bytes)
+        return diagram(c, batches, links, memories, c.shape.n_moe * 4 * c.expert_bytes, self.rates, _with_forecast)
 
-        def hit_rate(n: int) -> float:
-            used = configs.expected_distinct(8, 2, n)
-            return share + (hits - share) * max(0.0, (8 - used) / (8 - 2))
-
-        return diagram(c, batches, links, memories, capacity, hit_rate)
+    def rates(self, batch: int) -> Rates:
+        """Hit rates with slots for half of the experts, by replay; from 32 sequences on, all eight experts are in use."""
+        return _rates(min(batch, 32))
 
     def published_points(self) -> list[tuple[int, float, str]]:
         """Where measurements were made: tokens in a step, the link as the hindcast found it, what was run."""
@@ -228,3 +251,31 @@ class Lesson27:
             ahead = copied.bandwidth / (host.nbytes * (1 - middle)) >= host.tokens_per_second
             low, high = (low, middle) if ahead else (middle, high)
         return round(low, 9)
+
+
+@lru_cache(1)
+def _texts() -> tuple[RouteTrace, RouteTrace]:
+    """The first 64 tokens of the tiny Mixtral's recorded sequences: 8 to 15 of each domain, and 0 to 7, in which experts are counted."""
+    whole = sources.load("tiny-mixtral").trace
+    trace = whole.select(whole.positions < PIECE)
+    return trace.select(trace.sequences % 16 >= 8), trace.select(trace.sequences % 16 < 8)
+
+
+@lru_cache(16)
+def _rates(batch: int) -> Rates:
+    return measured(*_texts(), 4, batch)
+
+
+@lru_cache(1)
+def _gate() -> tuple[Stream, Forecast]:
+    """Held-out routes, and what the gate ahead says of them, or of the first layer the counts of other texts."""
+    routes, shipped = _texts()[0], shipped_predictors("tiny-mixtral")
+    with models.load("tiny-mixtral-f16") as model:
+        seen = record(model, routes.select(routes.sequences % 16 == 12))
+    return Stream(seen.routes), forecast_of(OrElse(GateAhead(1), shipped["frequency"]), seen, top(1))
+
+
+def _with_forecast(c: Costs, batch: int) -> float | None:
+    """Milliseconds of a token with the gate ahead and its misses on the host. A batch needs all experts: there is nothing to foretell."""
+    stream, gate = _gate()
+    return simulate(stream, c, "predicted", 4, forecast=gate, host_below="auto", thinking=c.look_ahead).per_token if batch == 1 else None

@@ -24,7 +24,8 @@ LOSS_LOOKS = {"compute": (OKABE_ITO[2], ""), "compulsory": (OKABE_ITO[7], "...")
               "policy": (OKABE_ITO[0], "\\\\\\"), "late prefetch": (OKABE_ITO[4], "xx"), "wasted prefetch": (OKABE_ITO[6], "++"),
               "ids": (OKABE_ITO[3], ""), "host": (OKABE_ITO[1], "--"), "disk": ("#AA4499", "oo")}  # fmt: skip
 SCHEME_LOOKS = {"resident": ("R", OKABE_ITO[2]), "host": ("H", OKABE_ITO[1]), "used experts": ("U", OKABE_ITO[0]),
-                "cache": ("C", OKABE_ITO[4])}  # fmt: skip
+                "cache": ("C", OKABE_ITO[4]), "hot": ("S", OKABE_ITO[5]), "shared": ("B", OKABE_ITO[6]),
+                "forecast": ("F", OKABE_ITO[3])}  # fmt: skip
 PART_LOOKS = ((OKABE_ITO[7], ""), (OKABE_ITO[5], "///"), (OKABE_ITO[3], "..."), (OKABE_ITO[6], "xx"), (OKABE_ITO[4], "\\\\"),
               (OKABE_ITO[1], ""))  # fmt: skip
 
