@@ -2,7 +2,8 @@
 
 Device arrays are no NumPy arrays: mixing the two, or converting one into the other but by `asnumpy` and `asarray`, raises
 TypeError. Memory comes from pools, is full of 0xFF and has addresses of its own. Copies happen when somebody waits for their
-stream, or when a kernel runs on it; kernels run at once. `test_cuda.py` checks that what is offered here exists in CuPy.
+stream, looks at an event of it, or when a kernel runs on it; kernels run at once. `test_cuda.py` checks that what is offered here
+exists in CuPy.
 """
 
 from __future__ import annotations
@@ -109,7 +110,11 @@ class Event:
 
     @property
     def done(self):
-        return self.stream is None or self.stream.done >= self.position
+        """Time passes between two looks: the stream gets one piece of work further."""
+        if self.stream is None or self.stream.done >= self.position:
+            return True
+        self.stream._flush(self.stream.done + 1)
+        return False
 
     def synchronize(self):
         if self.stream is not None:

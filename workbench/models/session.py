@@ -58,7 +58,11 @@ class Session:
         self._next = [0] * n_seq_max
         self._steps: dict[tuple[int, int, int, bool], tuple[StepGraph, Any]] = {}
         self._memory: dict[bool, GraphAllocator | None] = {}
-        self._allocator(recording)
+        try:
+            self._allocator(recording)
+        except BaseException:
+            self.close()
+            raise
 
     # ---- decoding
 
