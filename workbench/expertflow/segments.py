@@ -221,13 +221,8 @@ class SegmentServer:
     def _prefetch(self) -> None:
         """While a graph computes, an idle link brings the expert that most tokens are announced for; those that somebody waits for stay."""
         engine, wanted = self.run.engine, self.announced.missing(self._is_there)
-        link, stay = engine.pool.link, [key for key in self.queues.queues if self._is_there(*key)]
-        if wanted is None or len(stay) >= engine.cache.slots_of(wanted[0]) or (link is not None and not link.done):
-            return
-        events = [e for e in engine.cache.bring(*wanted, stay) if e[0] != "hit" and e[3] != "staged"]
-        engine._apply(engine.pool.device, ((kind, layer, expert, "predicted") for kind, layer, expert, _ in events))
-        if events:
-            engine.counters.speculative_bytes += engine._send([engine.pool.where[wanted]])
+        if wanted is not None:
+            engine.fetch(*wanted, [key for key in self.queues.queues if self._is_there(*key)])
 
     @staticmethod
     def _join(r: Request) -> None:

@@ -163,12 +163,12 @@ class Symptom(NamedTuple):
 
 COUNTERS: Mapping[str, Any] = {
     "recall": lambda o: o.recall,
+    "precision": lambda o: o.precision,
     "loads per token": lambda o: (o.stream.demand_loads + o.stream.prefetches) * o.stream.scale / o.stream.n_tokens,
     "full queues": lambda o: o.served.causes().get("full", 0) / len(o.served.batches),
     "tokens per batch": lambda o: o.served.batch,
     "slots": lambda o: float(o.slots),
-    "late prefetches": lambda o: o.stream.late / max(1, o.stream.prefetches),
-    "ms per token": lambda o: o.stream.per_token,
+    "ms behind late prefetches": lambda o: o.stream.ledger["late prefetch"] * o.stream.scale / o.stream.n_tokens / 1e6,
     "ms of the predictor": lambda o: o.stream.costs.predictor(o.settings.hidden) * o.stream.costs.shape.n_moe / 1e6,
     "longest wait": lambda o: o.served.longest_wait / 1e6,
 }
@@ -182,13 +182,13 @@ def symptoms(bench: Bench) -> list[Symptom]:
     ahead = Settings("predicted", predictor="gate", window=1, fetch=k)
     return [
         Symptom("latency jumps, recall below 90 %", "recall", "predictor, fetch more", ahead, replace(ahead, fetch=2 * k)),
-        Symptom("recall is fine, loads are many and late", "ms per token", "window of 2 to 4 layers",
+        Symptom("recall is fine, loads are many and late", "ms behind late prefetches", "window of 2 to 4 layers",
                 replace(ahead, predictor="oracle"), replace(ahead, predictor="oracle", window=3)),
         Symptom("queues are full", "full queues", "capacity", Settings(capacity=1, wait=50), Settings(capacity=32, wait=50)),
         Symptom("queues starve: tokens wait long", "longest wait", "a shorter wait, merging", Settings(wait=-1, merge=4), Settings(wait=0)),
         Symptom("a load fails with memory free", "slots", "smaller blocks, or slots of an expert's size", Settings(block=block),
                 Settings()),
         Symptom("the predictor is slow", "ms of the predictor", "share the router's own products", replace(ahead, hidden=8192), ahead),
-        Symptom("predictor fetches what nobody uses", "ms per token", "fetch fewer",
+        Symptom("predictor fetches what nobody uses", "precision", "fetch fewer",
                 replace(ahead, fetch=min(4 * k, bench.stream.trace.n_expert)), replace(ahead, fetch=k)),
     ]  # fmt: skip

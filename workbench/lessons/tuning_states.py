@@ -138,9 +138,9 @@ class Lesson25:
         ]  # fmt: skip
 
     def mends(self, row: tuning.Symptom, kind: str) -> bool:
-        """Whether a row's counter is better after its knob was turned: recall and slots rise, everything else falls."""
+        """Whether a row's counter is better after its knob was turned: some rise, waits and full queues fall."""
         shown, mended = (row.read(self.run(s, kind)) for s in (row.shows, row.mended))
-        return mended > shown if row.counter in ("recall", "slots") else mended < shown
+        return mended > shown if row.counter in ("recall", "precision", "slots") else mended < shown
 
     @staticmethod
     def served_now(came: Sequence[int], now: int, limit: int) -> bool:
