@@ -83,6 +83,8 @@ def _run(args: argparse.Namespace) -> int:
     policy = _policy(args)
     with load(args.model) as model:
         gates, prompt, seen, hot, forecast = Gates.of(model), model.tokenizer.encode(args.prompt), None, None, None
+        if args.fit:
+            print(f"running {model.name} over the tokens of {args.fit} …", file=sys.stderr)
         if policy == "static" or args.predictor != "none" and learns(args.predictor):
             seen = warm_up(model, args.fit) if args.fit else record(model, [prompt])
             hot = seen.routes.counts() if policy == "static" else None
@@ -124,7 +126,8 @@ def _policy(args: argparse.Namespace) -> str:
     without = next((name for name, value in given.items() if value not in (None, False)), None)
     if args.predictor == "none" and without:
         raise ParameterError(f"{without} without a predictor", "--predictor gate", "nothing would be predicted, and nothing fetched ahead")
-    if args.fit and policy != "static" and (args.predictor == "none" or not learns(args.predictor)):
+    learning = args.predictor != "none" and learns(args.predictor)
+    if args.fit and policy != "static" and not learning:
         raise ParameterError("--fit with nothing to fit", "--policy static, or a predictor other than gate", "the others learn nothing")
     return policy
 

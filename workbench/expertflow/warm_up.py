@@ -40,8 +40,16 @@ def warm_up(model: Model, source: str | Path) -> Seen:
 
 
 def learns(names: str) -> bool:
-    """Whether any of these predictors has to be fitted."""
-    return any(name.strip() != "gate" for name in names.split(","))
+    """Whether any of these predictors has to be fitted. Raises ParameterError for one that no running engine can ask."""
+    for name in _chain(names):
+        if name not in RUNNING:
+            raise ParameterError(f"predictor {shown(name)!r}", f"one of {', '.join(RUNNING)}, or several as in gate,frequency",
+                                 WHY_NOT.get(name, "the window says how many layers ahead"))  # fmt: skip
+    return any(name != "gate" for name in _chain(names))
+
+
+def _chain(names: str) -> list[str]:
+    return [name.strip() for name in names.split(",")]
 
 
 def forecaster(names: str, gates: Gates, window: int = 1, fetch: int | None = None, seen: Seen | None = None) -> Forecaster:
@@ -51,15 +59,10 @@ def forecaster(names: str, gates: Gates, window: int = 1, fetch: int | None = No
     """
     if window < 1:
         raise ParameterError(f"a window of {window} layers", "1 or more")
-    chain = [name.strip() for name in names.split(",")]
-    for name in chain:
-        if name not in RUNNING:
-            raise ParameterError(f"predictor {shown(name)!r}", f"one of {', '.join(RUNNING)}, or several as in gate,frequency",
-                                 WHY_NOT.get(name, "the window says how many layers ahead"))  # fmt: skip
-        if name in AHEAD and window > 4:
-            raise ParameterError(f"a window of {window} layers with {name}", "1 to 4 layers")
     if learns(names) and seen is None:
         raise ParameterError(f"predictor {names} without anything to learn from", "a run to fit it on: warm_up(model, source)")
+    if window > 4 and (of_state := [name for name in _chain(names) if name in AHEAD]):
+        raise ParameterError(f"a window of {window} layers with {of_state[0]}", "1 to 4 layers")
     once: dict[str, Predictor] = {}
 
     def made(name: str, distance: int) -> Predictor:
@@ -69,7 +72,7 @@ def forecaster(names: str, gates: Gates, window: int = 1, fetch: int | None = No
         return once[key]
 
     def joined(distance: int) -> Predictor:
-        last, *before = (made(name, distance) for name in reversed(chain))
+        last, *before = (made(name, distance) for name in reversed(_chain(names)))
         for p in before:
             last = OrElse(p, last)
         return last
