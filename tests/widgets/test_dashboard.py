@@ -1,5 +1,7 @@
 """The dashboard: every knob runs the simulation again, the run before stays beside it, and the symptoms' table tells the truth."""
 
+from time import process_time
+
 import numpy as np
 import pytest
 
@@ -40,6 +42,16 @@ def test_missing_experts_on_the_host(bench):
     assert out.hosted and not out.demand_loads and out.per_token < bench.run(Settings(slots=3, link=6.0)).stream.per_token
     assert "lru reads no forecast" in board.stored_text()
     assert "plec works as lru" in Dashboard(bench, Settings("plec")).stored_text()
+
+
+def test_a_move_is_answered_in_time(bench):
+    """100 ms from a knob to the new HTML, in processor time; `python -m benchmarks dashboard` measures each knob."""
+    board, took = Dashboard(bench, Settings("predicted", predictor="gate", fetch=4)), []
+    for slots in (3, 5, 4, 6, 2, 7) * 2:
+        start = process_time()
+        board.values = [slots, *board.values[1:]]
+        took.append(process_time() - start)
+    assert np.median(took) < 0.1
 
 
 def test_the_same_settings_give_the_same_run(bench):
