@@ -116,12 +116,16 @@ class ExpertCache:
         self.clock, self._now = 0, len(names) - 1
         self.caches = [made.make(group.slots, len(group.layers) * n_expert, **_told(made, group, future, hot)) for group in self.groups]
 
-    def _place(self, layer: int, experts: Iterable[int]) -> tuple[int, list[int]]:
+    def _group(self, layer: int) -> tuple[int, int]:
+        """The number of a layer's group, and the key of the layer's expert 0."""
         if layer not in self._at:
             raise ParameterError(f"layer {shown(layer)}", f"one of {', '.join(map(str, self.layers))}")
-        g, base = self._at[layer]
+        return self._at[layer]
+
+    def _place(self, layer: int, experts: Iterable[int]) -> tuple[int, list[int]]:
+        g, base = self._group(layer)
         keys = [base + int(e) for e in experts]
-        if len(set(keys)) != len(keys) or keys and not base <= min(keys) <= max(keys) < base + self.n_expert:
+        if keys and (not base <= min(keys) <= max(keys) < base + self.n_expert or len(set(keys)) != len(keys)):
             raise ParameterError(f"experts {[k - base for k in keys]} of layer {layer}", f"each once, from 0 to {self.n_expert - 1}")
         return g, keys
 
@@ -134,7 +138,7 @@ class ExpertCache:
 
     def slots_of(self, layer: int) -> int:
         """Slots that a layer's experts can use, those that they share with other layers included."""
-        return self.groups[self._place(layer, ())[0]].slots
+        return self.groups[self._group(layer)[0]].slots
 
     def holds(self, layer: int, expert: int) -> bool:
         """Whether an expert is in a slot, or on its way to one."""
@@ -186,14 +190,10 @@ class ExpertCache:
             raise ParameterError(f"{len(keys)} experts in use", f"at most {self.groups[g].slots}, the slots there are")
         yield from self._named(g, self.caches[g].serve([sorted(keys)]))
 
-    def done(self, layer: int, expert: int) -> None:
-        """An expert was computed with, and its slot may be taken."""
-        g, [key] = self._place(layer, [expert])
-        cache = self.caches[g]
-        if isinstance(cache, policies.Planned):
-            cache.done(key)
-        else:
-            cache.busy = [k for k in cache.busy if k != key]
+    def done(self, layer: int, *experts: int) -> None:
+        """Experts were computed with, and their slots may be taken."""
+        g, keys = self._place(layer, experts)
+        self.caches[g].done(*keys)
 
     def prefetch(self) -> Iterator[ExpertEvent]:
         """The link is idle: at most one load, of what is needed soonest and can have a slot."""

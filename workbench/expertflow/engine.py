@@ -2,9 +2,10 @@
 
 It is a `WeightTransfer`: the scheduler cuts the graph before each product with experts as it always does, and asks how the weights
 are to come. The engine reads the router's ids once per layer, lets the cache policy decide, loads what is missing into the pool,
-and lets the device wait for these loads alone. What a forecast names comes while the host waits for the next router: one piece after
-another, as long as the link is idle, so that a load that somebody waits for never stands behind more than one of them. A batch that needs more experts than there are slots runs in waves: the nodes
-from a layer's first product to its last are computed once for each group of experts, each time for that group's rows only.
+and lets the device wait for these loads alone. What a forecast names comes while the host waits for the next router: one piece
+after another, as long as the link is idle, so that a load that somebody waits for never stands behind more than one of them. A batch
+that needs more experts than there are slots runs in waves: the nodes from a layer's first product to its last are computed once for
+each group of experts, each time for that group's rows only.
 
 Whatever was predicted, the same kernels compute the same rows from the same bytes: results equal those of a model that is all there.
 """
@@ -12,7 +13,6 @@ Whatever was predicted, the same kernels compute the same rows from the same byt
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -113,7 +113,7 @@ class ExpertEngine(Mover):
         self.prefetches, self.staging, self.granularity, self.counters = prefetches, staging, granularity, Counters()
         self._others, self._host = UsedExperts(), pool.device
         self._visits: dict[Tensor, Visit] = {}
-        self._first: dict[Any, int] = {}  # uid of a split -> where its first product stands
+        self._products: dict[Any, list[tuple[int, Visit]]] = {}  # uid of a split -> where products stand in it
         self._open: Visit | None = None
         self._reading: dict[int, Slot] = {}
         self._passing: list[Expert] = []
@@ -127,7 +127,7 @@ class ExpertEngine(Mover):
 
     def attach(self, splits: list[Split], backends: list[Backend]) -> dict[Tensor, list[Tensor]]:
         """Let copies of experts be slots, find the visits, and keep what a wave reads until the last wave has read it."""
-        self._visits, self._first, self._host, visits = {}, {}, backends[-1], dict[int, Visit]()
+        self._visits, self._products, self._host, visits = {}, {}, backends[-1], dict[int, Visit]()
         if self.host_below == "auto":
             for b in (self.pool.device, self._host):
                 if not hasattr(b, "speed"):
@@ -141,10 +141,9 @@ class ExpertEngine(Mover):
                             copy.place(view)
             for i, node in enumerate(split.nodes):
                 if (view := self._view(node)) is not None:
-                    self._first.setdefault(split.uid, i)
-                    visit = visits.setdefault(view.layer, Visit(view.layer, []))
+                    visit = self._visits[node] = visits.setdefault(view.layer, Visit(view.layer, []))
                     visit.products.append(node)
-                    self._visits[node] = visit
+                    self._products.setdefault(split.uid, []).append((i, visit))
         for visit in visits.values():
             visit.block = _between(splits, visit.products[0], visit.products[-1])
         kept = [v for v in visits.values() if self._may_need_waves(v)]
@@ -170,10 +169,8 @@ class ExpertEngine(Mover):
     def compute(self, route: Route, target: Backend, split: Split) -> list[Tensor]:
         """Bring each layer's experts before its first product; run waves at its last, where it takes several."""
         nodes, at = split.nodes, 0
-        for i in range(self._first.get(split.uid, len(nodes)), len(nodes)):
-            visit = self._visits.get(node := nodes[i])
-            if visit is None:
-                continue
+        for i, visit in self._products.get(split.uid, ()):
+            node = nodes[i]
             enters = node is visit.products[0]
             if i > at and (enters or self._pending):
                 target.compute_async(route.part((split.uid, "before", at, i), nodes[at:i]))
@@ -243,7 +240,10 @@ class ExpertEngine(Mover):
         self._feed(target)
         self._open, visit.ids = visit, read_ids(ids, target, weight)
         self.counters.ids_waits += 1
-        self._settle(target, visit, dict(sorted(Counter(visit.ids.ravel().tolist()).items())))
+        wanted: dict[int, int] = {}
+        for e in sorted(visit.ids.ravel().tolist()):
+            wanted[e] = wanted.get(e, 0) + 1
+        self._settle(target, visit, wanted)
         if not visit.in_waves:
             self._serve(target, visit, visit.groups[0] if visit.groups else [], None)
             self._look_ahead(target, visit, states)
@@ -270,6 +270,8 @@ class ExpertEngine(Mover):
     def _groups(self, layer: int, there: list[int], missing: list[int]) -> list[list[int]]:
         """Those that are there first, then as many at a time as there are slots for."""
         most = self.cache.slots_of(layer)
+        if not missing or not self.staging and len(there) + len(missing) <= most:
+            return [there + missing] if there or missing else []
         free, step = (0, min(self.staging, most)) if self.staging else (max(most - len(there), 0), most)
         first, rest = there + missing[:free], missing[free:]
         return [first] * bool(first) + [rest[i : i + step] for i in range(0, len(rest), step)]
@@ -367,7 +369,8 @@ class ExpertEngine(Mover):
 
     def _apply(self, target: Backend, events: Iterable[ExpertEvent]) -> None:
         """Do what the cache decided, count it, and write it down."""
-        trace, count, now = target.trace, self.counters, target.buffer_type.now
+        trace, count = target.trace, self.counters
+        now = target.buffer_type.now if trace is not None else 0
         for kind, layer, expert, cause in events:
             if kind == "load":
                 slot = self.pool.take(layer, expert)
@@ -400,9 +403,9 @@ class ExpertEngine(Mover):
         event = target.new_event(f"{target.name} has read layer {visit.layer}")
         if event is not None:
             event.record()
-        for expert, slot in self._reading.items():
+        for slot in self._reading.values():
             slot.read = event
-            self.cache.done(visit.layer, expert)
+        self.cache.done(visit.layer, *self._reading)
         self._reading = {}
         for passed in self._passing:
             self.pool.evict(*passed)

@@ -104,6 +104,10 @@ class Cache:
         self.resident.pop(key, None)
         self.fetched.discard(key)
 
+    def done(self, *keys: int) -> None:
+        """Keys were computed with: their slots may be taken."""
+        self.busy = [k for k in self.busy if k not in keys]
+
     def preload(self) -> Iterator[Event]:
         """What is loaded before anything is needed."""
         yield from ()
@@ -363,10 +367,10 @@ class Planned(Recency):
             elif key not in self.resident:
                 yield "drop", key, cause
 
-    def done(self, key: int) -> None:
-        """A key was computed with: its slot may be taken."""
-        self.busy = [k for k in self.busy if k != key]
-        if self.present.pop(key, None) is not None:
+    def done(self, *keys: int) -> None:
+        """Keys were computed with: their slots may be taken."""
+        super().done(*keys)
+        if [key for key in keys if self.present.pop(key, None) is not None]:
             self.replan()
 
     def replace(self, new: int, busy: Collection[int]) -> int | None:
@@ -422,9 +426,9 @@ class Allotted(Planned):
     computed with is free for the next in the plan, so nothing that waits for its turn is dropped.
     """
 
-    def done(self, key: int) -> None:
-        """A key was computed with: its slot is for the next in the plan."""
-        super().done(key)
+    def done(self, *keys: int) -> None:
+        """Keys were computed with: their slots are for the next in the plan."""
+        super().done(*keys)
         self.replan()
 
     def replan(self) -> None:

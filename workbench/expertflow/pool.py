@@ -32,16 +32,17 @@ ALIGNMENT = 256
 @dataclass(eq=False, slots=True)
 class Slot:
     """Room for one expert. holds: whose bytes will be there when all that was asked for has happened, and load: the number of the
-    load that brings them; unsent: its matrices that were not asked for yet; tags: whose bytes are there now, by matrix; ready: by matrix,
-    the ends of copies that nobody has waited for; read: the end of the last product that reads what will be overwritten; ahead: the
-    load was asked for before anybody wanted the expert, and nobody has since."""
+    load that brings them; unsent: its matrices that were not asked for yet; tags: whose bytes are there now, by matrix (of `n`); ready:
+    by matrix, the ends of copies that nobody has waited for; read: the end of the last product that reads what will be overwritten;
+    ahead: the load was asked for before anybody wanted the expert, and nobody has since."""
 
     buffer: Buffer
     size: int
     holds: Expert | None = None
     load: int = 0
     unsent: list[int] = field(default_factory=list)
-    tags: list[Tag | None] = field(default_factory=list)
+    tags: dict[int, Tag] = field(default_factory=dict)
+    n: int = 0
     ready: dict[int, Event] = field(default_factory=dict)
     read: Event | None = None
     ahead: bool = False
@@ -49,7 +50,7 @@ class Slot:
     @property
     def tag(self) -> Tag | None:
         """Whose bytes are there now, from the first matrix to the last; None where they are not one expert's."""
-        return self.tags[0] if len(set(self.tags)) == 1 else None
+        return self.tags[0] if len(self.tags) == self.n and len(set(self.tags.values())) == 1 else None
 
     @property
     def there(self) -> bool:
@@ -142,7 +143,7 @@ class ExpertPool:
 
         def arrived() -> None:
             if first:  # what was there before is gone
-                slot.tags = [None] * len(self.weights[layer])
+                slot.tags, slot.n = {}, len(self.weights[layer])
             slot.tags[m] = tag
 
         self.device.then(arrived, copies=True)
@@ -178,7 +179,7 @@ class ExpertPool:
             whole = Tensor(dtype("i8"), (slot.size, 1, 1, 1)).named("evicted slot")
             whole.place(slot.buffer)
             self._send(slot, 0, whole, np.full(slot.size, FRESH, np.uint8))
-            self.device.then(lambda: setattr(slot, "tags", []), copies=True)
+            self.device.then(lambda: setattr(slot, "tags", {}), copies=True)
 
     def _vacate(self, expert: Expert) -> Slot:
         slot = self.where.pop(expert)
@@ -243,6 +244,9 @@ class ExpertPool:
             free.clear()
 
 
+_NO_SLOT: tuple[Slot | None, int] = (None, 0)
+
+
 class SlotView:
     """The memory of a merged weight as a graph sees it, of which only some experts exist, in slots (a `Storage`)."""
 
@@ -286,8 +290,8 @@ class SlotView:
 
     def expert(self, e: int, part: slice = slice(None), into: Any = None) -> Any:
         """Rows of an expert's matrix. Raises StorageError where its bytes are not there now, or not these."""
-        slot, load = self.table.get(e, (None, 0))
-        tag = slot.tags[self.m] if slot is not None and self.m < len(slot.tags) else None
+        slot, load = self.table.get(e, _NO_SLOT)
+        tag = slot.tags.get(self.m) if slot is not None else None
         if slot is None or tag != (self.layer, e, load):
             held = "no slot" if slot is None else f"a slot that holds {tag or 'nothing'}"
             raise StorageError(f"expert {e} of layer {self.layer} is read from {held}", f"its own bytes, of load {load}",
