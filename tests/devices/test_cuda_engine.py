@@ -89,8 +89,8 @@ class Watch:
         self.read, self.marked, self.sent = {}, {}, {}  # buffer, event, (buffer, offset) -> when
         self.copies_after = self.waited_for = 0  # as far as the copy stream waits for products, and products for copies
         for owner, name in ((SlotView, "expert"), (CudaEvent, "record"), (CudaBackend, "prefetch"), (CudaBackend, "wait_event")):
-            real = getattr(owner, name)
-            monkeypatch.setattr(owner, name, lambda *a, real=real, does=getattr(self, name), **kw: does(real, *a, **kw))
+            real, does = getattr(owner, name), getattr(self, name)
+            monkeypatch.setattr(owner, name, lambda *a, real=real, does=does, **kw: does(real, *a, **kw))
 
     def expert(self, real, view, e, *more):
         buffer = view.table[e][0].buffer

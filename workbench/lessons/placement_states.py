@@ -64,6 +64,7 @@ class LaterPass(PassLesson):
     """What lessons 10 and 11 share beyond the other lessons on passes."""
 
     stage = "pass3"
+    recorded, by_ggml = RECORDED, staticmethod(ggml)
 
     def case(self, name: str) -> Case:
         """A small case by name."""
@@ -79,15 +80,6 @@ class LaterPass(PassLesson):
     def mended(self, case: Case) -> Case:
         """The same case without."""
         return replace(case, quirks="")
-
-    def beside_ggml(self, *stages: str) -> list[tuple[str, int, int]]:
-        """For each recorded case: how many assignments real ggml was recorded with after these stages, and how many of ours agree."""
-        out = []
-        for name, case in RECORDED.items():
-            number = {b.name: i for i, b in enumerate(case.scheduler_and_graph()[0].backends)} | {"?": -1}
-            pairs = [(number[self.after(case, s)[t][0]], b) for s in stages for t, b in ggml()[name]["stages"][s].items()]
-            out.append((name, len(pairs), sum(a == b for a, b in pairs)))
-        return out
 
     def drawn(self, n: int, least: int = 2, quirks: str = "") -> list[Case]:
         """The first `n` cases of `loose_case` in which this lesson's pass decides at least so many tensors."""

@@ -79,6 +79,8 @@ class PassLesson:
 
     unseen = ("a copy used twice", "views", "MLP with BLAS")
     """The graphs of the exercises that are done on paper."""
+    recorded, by_ggml = RECORDED, staticmethod(ggml)
+    """Cases that real ggml was recorded on, and what it decided."""
 
     def case(self, name: str) -> Case:
         """A small case: of `schedule_cases`, or one that real ggml was recorded on."""
@@ -157,9 +159,9 @@ class PassLesson:
     def beside_ggml(self, *stages: str) -> list[tuple[str, int, int]]:
         """For each recorded case: how many assignments real ggml was recorded with after these stages, and how many of ours agree."""
         out = []
-        for name, case in RECORDED.items():
+        for name, case in self.recorded.items():
             number = {b.name: i for i, b in enumerate(case.scheduler_and_graph()[0].backends)} | {"?": -1}
-            pairs = [(number[self.after(case, s)[t][0]], b) for s in stages for t, b in ggml()[name]["stages"][s].items()]
+            pairs = [(number[self.after(case, s)[t][0]], b) for s in stages for t, b in self.by_ggml()[name]["stages"][s].items()]
             out.append((name, len(pairs), sum(a == b for a, b in pairs)))
         return out
 

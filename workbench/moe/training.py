@@ -168,10 +168,6 @@ class ClusterModel:
         """Floating-point operations of the forward pass, counted from its graph."""
         return statistics(build(self._net.out)).total.flops / self.n_tokens
 
-    def n_parameters(self) -> int:
-        """Trained numbers."""
-        return sum(w.n_elements for w in self.trainer.parameters)
-
     def test(self, n: int = 2048, routes: str = "chosen", seed: int = 99) -> dict[str, Any]:
         """Loss, logits (n, E), expert ids (n, k) and clusters of n tokens that training did not see; parameters stay as they are.
 

@@ -219,13 +219,14 @@ class Case:
 
     # ---- building
 
-    def scheduler_and_graph(self, trace: Trace | None = None) -> tuple[Scheduler, CGraph]:
-        """Both built anew, with the assignments by hand; nothing is split yet.
+    def scheduler_and_graph(self, trace: Trace | None = None, asked_only: bool = False) -> tuple[Scheduler, CGraph]:
+        """Both built anew, with the assignments by hand; nothing is split yet. asked_only: nothing will be, and a copy of a graph that was
+        built elsewhere may be one that was asked about before.
 
         Raises UnsupportedOp or ParameterError for assignments that a scheduler refuses, and ParameterError for unknown names.
         """
         if isinstance(self.recipe, Taken):
-            backends, graph = self.recipe.twins(self)
+            backends, graph = (self.recipe.known_twins if asked_only else self.recipe.twins)(self)
             types = [*self.recipe.buffer_types]
         else:
             backends, graph = self._built()
@@ -261,7 +262,7 @@ class Case:
 
     def outcome(self) -> Outcome:
         """What the real passes decide for this case. Raises what they raise."""
-        return outcome_of(*self.scheduler_and_graph())
+        return outcome_of(*self.scheduler_and_graph(asked_only=True))
 
 
 def outcome_of(scheduler: Scheduler, graph: CGraph) -> Outcome:
@@ -312,10 +313,20 @@ class Taken:
         self.backends, self.buffer_types = tuple(scheduler.backends), tuple(scheduler.buffer_types)
         with scheduler.set_aside(graph):
             self._graph = _copied(graph)
+        self._known: tuple[tuple[Pairs, ...], tuple[list[Backend], CGraph]] | None = None
 
     def __call__(self, draft: Draft) -> Tensor:
         """It is no recipe."""
         raise GraphError("a graph that was built elsewhere", "a case with a recipe")
+
+    def known_twins(self, case: Case) -> tuple[list[Backend], CGraph]:
+        """The same twins as the last time for a case with the same abilities and places; what a backend can do is asked once."""
+        key, known = (case.weights, case.denied, case.allowed), self._known
+        if known is None or known[0] != key:
+            self._known = known = key, self.twins(case)
+            for b in known[1][0]:
+                b.why_unsupported = functools.cache(b.why_unsupported)  # type: ignore[method-assign]
+        return known[1]
 
     def twins(self, case: Case) -> tuple[list[Backend], CGraph]:
         """Backends with other abilities, and a graph with other places of weights."""

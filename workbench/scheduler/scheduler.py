@@ -248,7 +248,8 @@ class Scheduler:
     def set_aside(self, graph: CGraph) -> Iterator[None]:
         """Look at a graph as `split` does: without the compute memory that a scheduler gave to its tensors."""
         holder = _HOLDERS.get(graph, lambda: None)() or self
-        kept = [(t, t._storage) for t in (*graph.leafs, *graph.nodes) if self._places_anew(t) or holder._places_anew(t)]
+        kept = [(t, t._storage) for t in (*graph.leafs, *graph.nodes)
+                if t._storage is not None and (self._places_anew(t) or holder._places_anew(t))]  # fmt: skip
         try:
             for t, _ in kept:
                 t._storage = None
