@@ -39,7 +39,9 @@ def test_every_token_is_served_once_by_each_of_its_experts_and_joined_once(seed,
             assert [w.since for w in batch.tokens] == sorted(w.since for w in batch.tokens)      # first come, first served
             for w in batch.tokens:
                 served.setdefault(w.token, []).append((batch.layer, batch.expert, w.rank))
-            joined += queues.done(w.token for w in batch.tokens)
+            together = queues.done(w.token for w in batch.tokens)
+            assert all(len(served[token]) == k for token in together)                           # not before its last result
+            joined += together
         now += int(rng.integers(1, 5))
     assert sorted(joined) == list(range(30))
     for token, (layer, experts) in wanted.items():
