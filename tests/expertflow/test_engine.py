@@ -6,7 +6,8 @@ import pytest
 from tests.expertflow.offloaded import Run
 from workbench import models
 from workbench.devices.cost import Speed
-from workbench.devices.simulated import DeviceBuffer, simulated_machine
+from workbench.devices.simulated import simulated_machine
+from workbench.devices.simulated_memory import DeviceBuffer
 from workbench.errors import ParameterError, StorageError
 from workbench.expertflow.engine import GRANULARITIES, ExpertEngine, expert_weights
 from workbench.expertflow.forecast import Forecaster

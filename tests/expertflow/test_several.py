@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from tests.expertflow.offloaded import Run
 from tests.models.architectures import write
 from workbench import models
-from workbench.devices.simulated import DeviceBuffer, simulated_machine
+from workbench.devices.simulated import simulated_machine
+from workbench.devices.simulated_memory import DeviceBuffer
 from workbench.errors import AllocationError, ParameterError, StorageError
 from workbench.expertflow import lanes
 from workbench.expertflow.engine import expert_weights

@@ -13,7 +13,8 @@ import numpy as np
 from tests.parity.report import BadInput
 from workbench.cgraph import CGraph
 from workbench.devices.backend import BufferType, DeviceType
-from workbench.devices.simulated import Machine, SimulatedDevice, SimulatedMemory
+from workbench.devices.simulated import SimulatedDevice
+from workbench.devices.simulated_memory import Machine, SimulatedMemory
 from workbench.scheduler import Scheduler
 from workbench.scheduler.transfer import EvalCallback
 from workbench.tensors import OPS, Context, Flag, Tensor, Usage, dtype

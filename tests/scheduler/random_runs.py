@@ -9,7 +9,8 @@ import numpy as np
 from tests.cgraph.random_graphs import random_graph
 from workbench import CpuBackend, Flag, Scheduler, Usage
 from workbench.devices.backend import DeviceType
-from workbench.devices.simulated import Machine, SimulatedDevice, SimulatedMemory
+from workbench.devices.simulated import SimulatedDevice
+from workbench.devices.simulated_memory import Machine, SimulatedMemory
 from workbench.errors import WorkbenchError
 from workbench.tensors.storage import HostStorage
 

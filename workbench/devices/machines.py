@@ -6,7 +6,8 @@ from typing import Any
 
 from workbench.devices import cost
 from workbench.devices.backend import HOST_HANDED_IN, HOST_MEMORY, DeviceType
-from workbench.devices.simulated import Machine, SimulatedDevice, SimulatedMemory
+from workbench.devices.simulated import SimulatedDevice
+from workbench.devices.simulated_memory import Machine, SimulatedMemory
 from workbench.errors import ParameterError, shown
 from workbench.tensors.tensor import Tensor
 from workbench.trace import Trace

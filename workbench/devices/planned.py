@@ -15,7 +15,8 @@ import numpy as np
 from workbench.devices.backend import HOST_HANDED_IN, Buffer, BufferType, NodeList
 from workbench.devices.machines import BlasDevice, preset_machine
 from workbench.devices.plan import needs_work
-from workbench.devices.simulated import DeviceBuffer, Machine, SimulatedDevice, SimulatedMemory
+from workbench.devices.simulated import SimulatedDevice
+from workbench.devices.simulated_memory import DeviceBuffer, Machine, SimulatedMemory
 from workbench.errors import StorageError, shown
 from workbench.tensors.storage import Usage
 from workbench.tensors.tensor import Tensor

@@ -10,7 +10,8 @@ import numpy as np
 
 from workbench.cgraph import CGraph
 from workbench.devices.backend import DeviceType
-from workbench.devices.simulated import Machine, SimulatedDevice, SimulatedMemory
+from workbench.devices.simulated import SimulatedDevice
+from workbench.devices.simulated_memory import Machine, SimulatedMemory
 from workbench.lessons.placement_cases import OTHERS, RECORDED, ggml, loose_case
 from workbench.lessons.schedule_states import PassLesson, Questions
 from workbench.scheduler import STAGES, Assignment, Scheduler

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from workbench.devices.backend import read_tensor
-from workbench.devices.simulated import Machine, SimulatedDevice
+from workbench.devices.simulated import SimulatedDevice
+from workbench.devices.simulated_memory import Machine
 from workbench.errors import ParameterError, WorkbenchError, shown
 from workbench.scheduler.cases import Case
 from workbench.scheduler.scheduler import Scheduler
