@@ -8,8 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from workbench import models
+from tests.devices import fake_cupy
+from workbench import CpuBackend, models
 from workbench.devices.cost import Speed
+from workbench.devices.cuda import CudaBackend
 from workbench.devices.simulated import simulated_machine
 from workbench.errors import ModelError, ParameterError
 from workbench.expertflow.batching import FOREVER, LATENCY, Limits
@@ -101,9 +103,9 @@ def plain(model):
 
 
 @contextmanager
-def served(model, limits=LATENCY, kind=SegmentServer, speed=None, strict=True, **more):
+def served(model, limits=LATENCY, kind=SegmentServer, speed=None, strict=True, backends=None, **more):
     options = {name: more.pop(name) for name in ("forecast", "prefetches", "policy") if name in more}
-    backends = simulated_machine(1, offload_min_batch=1, **({"speed": speed} if speed else {}))
+    backends = backends or simulated_machine(1, offload_min_batch=1, **({"speed": speed} if speed else {}))
     with offload(model, 0.5, n_seq_max=8, n_ctx=512, backends=backends, scrub=strict, verify=strict, **options) as run:
         run.session.decode_batch(list(enumerate(map(model.tokenizer.encode, PROMPTS))))
         yield kind(run, limits, **more)
@@ -162,6 +164,20 @@ def test_announced_experts_are_there_when_their_tokens_come(model, plain, policy
             found[name] = server.run.counters.loads - before, server.run.engine.pool.device.machine.now - begun
     loads, ns = zip(*(found[name] for name in ("true", "gate", "none")))
     assert loads[0] < loads[1] < loads[2] / 2 and ns[0] < ns[1] < ns[2] and found["named only"] == found["none"]
+
+
+def test_on_a_card_the_clock_measures_and_results_stay(monkeypatch, model, plain):
+    """Over the stand-in for CuPy: real time instead of virtual time."""
+    fake_cupy.install(monkeypatch)
+    backends = [CudaBackend(grain=1, offload_min_batch=1), CpuBackend()]
+    with served(model, Limits(8, FOREVER), backends=backends, strict=False, forecast=Forecaster.of_gates(Gates.of(model)), adapt=4) as server:
+        for at, (tokens, logits) in enumerate(plain[0][:2]):
+            server.between = lambda at=at: at == 1 and server.cancel(6)
+            found = server.step(tokens)
+            assert_close(found, logits)
+        assert set(found) == set(range(8)) - {6}
+        assert_nothing_left(server)
+        assert server.run.counters.prefetches > 0 and server.readings.batches and all(ns > 0 for _, ns in server.readings.batches)
 
 
 # ---- withdrawn while its tokens wait
