@@ -71,12 +71,12 @@ def _times(name: str, shape: str, slots: int, ends: Table) -> Table:
                                 (Oracle(), 0)):  # fmt: skip
         for named in dict.fromkeys((1, k)):
             forecast = forecast_of(predictor, seen, top(named))
-            for more in ({}, {"host_below": "auto"}):
+            for more in ({}, {"host_below": "auto", "hot": counts}):
                 add("predicted", f"{predictor.name}, {named} named", forecast=forecast, thinking=thinking, **more)
     table.notes.append("Gap closed: from LRU on demand (0 %) to perfect forecasts, Belady's eviction, misses loaded (100 %). CPU's best: "
                        f"the quicker of all missing on the CPU ({everything:.1f} ms) and the hot set with the rest there ({static:.1f}). "
-                       "A predictor's own time is counted, but the network's, which works before the first layer. plec does what predicted "
-                       "does where slots belong to layers.")  # fmt: skip
+                       "With misses on the host, slots start with the hot set. A predictor's own time is counted, but the network's, which "
+                       "works before the first layer. plec does what predicted does where slots belong to layers.")  # fmt: skip
     said = min(found, key=lambda s: found[s][0])
     ms, closed, more = found[said]
     ram = max(k, int(32e9 / c.expert_bytes * trace.n_layers / c.shape.n_moe))

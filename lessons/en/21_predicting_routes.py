@@ -321,6 +321,18 @@ head = ["link", "load / compute", "on demand, ms", "gate", "network", "oracle", 
 views.table(head, rows, "It pays in between: loads of a few computations, and a good forecast.")
 
 # %% [markdown]
+# All that with misses that wait for the link. They need not: the CPU can compute an expert where it lies (lesson 20). The same forecasts again, of one expert per layer, at the first link;
+# slots hold the experts used most in other texts at the start, and the CPU is slower while the link copies out of its memory:
+
+# %%
+rows = [("hot set, no forecast", "", f"{state.beside_cpu().per_token:.1f}")]
+shown = state.titled("gate-1", "non-linear-1", "oracle")
+rows += [(name, *(f"{run(key).per_token:.1f}" for run in (state.run, state.beside_cpu)))
+         for name, key in zip(shown, ("gate-1", "non-linear-1", "oracle"))]
+views.table(["Mixtral-8x7B (q8_0)", "misses loaded, ms", "misses on the CPU, ms"], rows,
+            "The same forecasts, in half of the time: what nobody waits for may be wrong.")
+
+# %% [markdown]
 # ## 9 · Your turn · 6 min
 #
 # **Tier 1.** Recall and precision of a forecast for some tokens.
@@ -428,5 +440,6 @@ lesson.check("ahead", look_ahead, expected, on, [f"layer {a}, token {b}, {n} bes
 # | `coverage` | B_acc, which is recall alone | – |
 # | `calibrate`, `recalibrate` | the article's calibration and cold start | – |
 # | `timing.simulate` with a forecast | – | several requests at once |
+# | misses on the CPU | Fiddler, HybriMoE | – |
 #
 # **Next, 22:** forecasts are one thing; which expert gives its slot up for them is the other.

@@ -244,8 +244,8 @@ lesson.reveal("prefetch", "slower" if gate > lru * 1.02 else "faster" if gate < 
 # Plainly: as long as a miss waits for the link, prediction does not pay here. An expert takes 14 ms over it and 0.4 ms to compute, so the link is never idle:
 # whatever is fetched early delays what is needed now.
 #
-# So let nobody wait. The gate names *one* expert of the next layer, and the link brings it if it has time. What is missing, or would come too late, the
-# CPU computes, as the hot set's others. Which part of the gap between LRU and the optimum that prefetches does that close?
+# So let nobody wait. At the start the hot set is in the slots. The gate names *one* expert of the next layer, and the link brings it if it has time. What is
+# missing, or would come too late, the CPU computes. Which part of the gap between LRU and the optimum that prefetches does that close?
 
 # %% tags=["predict"]
 lesson.predict("hybrid")
@@ -286,9 +286,9 @@ views.table([*heads, "gate / best of the CPU"], rows,
             "ms per token, f16. From “hot set” on, misses are computed on the CPU.")
 
 # %% [markdown]
-# Plainly, again. Leaving misses to the CPU is worth most, with any forecast or none. What a forecast adds to that: with small experts, which come in time, a
-# tenth; with Mixtral's large ones nothing here, against a hot set counted in the same texts. (Counted in *other* texts the hot set is worse, and
-# the gate is ahead in all four cases: `python -m benchmarks engine`.)
+# Plainly, again. Leaving misses to the CPU is worth most, with any forecast or none. Then a forecast pays in all four cases, for its mistakes wait for nobody: it
+# adds a tenth or more to the best of the CPU with small experts, which come in time, and a few percent with Mixtral's large ones. All
+# forecasts on other texts, with what each costs itself: `python -m benchmarks engine`.
 #
 # And if the host's memory does not hold the experts either? Mixtral's are 90 GB in f16; the others are read from an NVMe disk, 7 GB/s:
 
@@ -335,7 +335,7 @@ lesson.predict("regime")
 # %%
 points = state.regimes((1, 2, 4, 8, 16, 32, 128, 512), (4, 8, 12, 16, 25, 40, 60), (20, 60))
 views.regime_picture(points,
-                     "One token: hot set, forecast or cache. Large batches: link and CPU share the misses.",
+                     "One token: hot set, forecast or cache. Large batches: link and CPU share misses.",
                      "Mixtral-8x7B (q4_0), half of the experts on an RTX 3090", state.published_points())
 
 # %% tags=["reveal"]

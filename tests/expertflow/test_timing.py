@@ -177,6 +177,18 @@ def test_what_the_host_does_not_hold_is_read_from_disk_first():
         simulate(one([(0, 1)]), COSTS, "lru", 2, granularity="byte")
 
 
+def test_a_warm_start_that_nothing_disturbs_is_the_hot_set():
+    trace, nothing = routes(4, 60), np.zeros((3, 60, 8))
+    for scope, slots in (("layer", 4), ("global", 12)):
+        how = {"scope": scope, "hot": trace.counts(), "host_below": "auto"}
+        static = simulate(trace, COSTS, "static", slots, **how)
+        for policy, forecast in (("lru", None), ("predicted", Forecast("", nothing, 1))):
+            out = simulate(trace, COSTS, policy, slots, forecast=forecast, **how)
+            assert (out.ns, out.hits, out.hosted, out.demand_loads) == (static.ns, static.hits, static.hosted, 0)
+    cold = simulate(trace, COSTS, "lru", 8)
+    assert simulate(trace, COSTS, "lru", 8, hot=trace.counts()).ledger["compulsory"] == 0 < cold.ledger["compulsory"]
+
+
 def test_a_configuration_must_have_the_experts_of_the_trace():
     with pytest.raises(ParameterError, match="2 of 8 experts"):
         simulate(routes(0), costs("LLaMA-MoE-v1-3.5B"))

@@ -9,7 +9,7 @@ The loss ledger adds up to the whole: each wait is charged to its cause when it 
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -202,13 +202,15 @@ def simulate(trace: RouteTrace | Stream, costs: Costs, policy: str = "lru", slot
              recorded: int | None = None) -> Timed:  # fmt: skip
     """Run the routes of a trace with the costs of a configuration that has as many experts, k of them per token.
 
-    policy, slots, scope, forecast, hot: as `replay`. batch: sequences side by side. host_below: missing experts with fewer tokens are
-    computed on the host and not loaded; "auto": where that is estimated to be quicker than a load, or than the rest of one that is
-    under way. The host is slower while the link copies: both read its memory. thinking: nanoseconds that the predictor computes in each
-    layer. granularity: whether loads go by "expert" or by "matrix": then an expert begins when its first matrix is there, and a load that
-    is needed waits for at most a matrix of a prefetch. host_slots: experts of the traced layers that the host's memory holds, those used
-    last (default: all); others are read from `costs.disk` first, also to be computed there.
-    record: events of what streams and cache did, in the first `recorded` steps or in all. Raises ParameterError where trace and configuration do not fit.
+    policy, slots, scope, forecast: as `replay`. hot: how often each expert was used in other texts, (layers, n_expert); those used
+    most are in the slots at the start, and with "static" stay there. batch: sequences side by side. host_below: missing experts with
+    fewer tokens are computed on the host and not loaded; "auto": where that is estimated to be quicker than a load, or than the rest of
+    one that is under way. The host is slower while the link copies: both read its memory. thinking: nanoseconds that the predictor
+    computes in each layer. granularity: whether loads go by "expert" or by "matrix": then an expert begins when its first matrix is
+    there, and a load that is needed waits for at most a matrix of a prefetch. host_slots: experts of the traced layers that the host's
+    memory holds, those used last (default: all); others are read from `costs.disk` first, also to be computed there.
+    record: events of what streams and cache did, in the first `recorded` steps or in all. Raises ParameterError where trace and
+    configuration do not fit.
     """
     stream = trace if isinstance(trace, Stream) else Stream(trace, batch=batch)
     routes, router = stream.trace, costs.shape.router
@@ -219,10 +221,21 @@ def simulate(trace: RouteTrace | Stream, costs: Costs, policy: str = "lru", slot
     if host_slots is not None and host_slots < router.n_used:
         raise ParameterError(f"host_slots={host_slots!r}", f"{router.n_used} or more: those of a token in one layer")
     cache = cache_for(stream, policy, slots, scope, hot=hot)
+    if hot is not None and policy != "static":
+        start_warm(cache, hot)
     pieces = costs.shape.matrices if granularity == "matrix" else 1
     run = _Run(stream, costs, cache, forecast, host_below, record, thinking, pieces, host_slots)
     run.recorded = -1 if recorded is None else recorded * routes.n_layers
     return run.all()
+
+
+def start_warm(cache: ExpertCache, hot: np.ndarray) -> None:
+    """Fill the slots of a new cache with the experts used most, without a trace of it in any account."""
+    for group in cache.groups:
+        keys = np.argsort(-np.asarray(hot)[list(group.layers)].ravel(), kind="stable")[: group.slots]
+        for place, layer in enumerate(group.layers):
+            for key in keys[keys // cache.n_expert == place][::-1].tolist():
+                deque(cache.bring(cache.layers[layer], key % cache.n_expert), 0)
 
 
 class _Run:

@@ -177,8 +177,8 @@ class Own:
 
     @lru_cache(maxsize=16)  # noqa: B019
     def hybrids(self, slots: int, ram: int | None = None) -> dict[str, Timed]:
-        """Forecasts that name one expert of each layer, with misses computed on the CPU. ram: bytes of experts that the host's memory
-        holds (default: all of them)."""
+        """Forecasts that name one expert of each layer, with misses computed on the CPU; the hot set is in the slots at the start.
+        ram: bytes of experts that the host's memory holds (default: all of them)."""
         c = self.published()
         said = {"token before": (PreviousToken(), None, 0), "gate 1 ahead": (OrElse(GateAhead(1), Frequency()), None, c.look_ahead),
                 "always right, 1 ahead": (Oracle(), 1, 0)}  # fmt: skip
@@ -186,8 +186,8 @@ class Own:
 
         def run(predictor: Predictor, ahead: int | None, thinking: int) -> Timed:
             forecast = self._forecast(predictor.fit(self.warm), 1, ahead)
-            return simulate(Stream(self.judged.routes), c, "predicted", slots, forecast=forecast, host_below="auto", thinking=thinking,
-                            host_slots=held)  # fmt: skip
+            return simulate(Stream(self.judged.routes), c, "predicted", slots, forecast=forecast, hot=self.warm.routes.counts(),
+                            host_below="auto", thinking=thinking, host_slots=held)  # fmt: skip
 
         return {name: run(*one) for name, one in said.items()}
 
@@ -278,4 +278,5 @@ def _gate() -> tuple[Stream, Forecast]:
 def _with_forecast(c: Costs, batch: int) -> float | None:
     """Milliseconds of a token with the gate ahead and its misses on the host. A batch needs all experts: there is nothing to foretell."""
     stream, gate = _gate()
-    return simulate(stream, c, "predicted", 4, forecast=gate, host_below="auto", thinking=c.look_ahead).per_token if batch == 1 else None
+    return None if batch > 1 else simulate(stream, c, "predicted", 4, forecast=gate, host_below="auto", thinking=c.look_ahead,
+                                           hot=_texts()[1].counts()).per_token  # fmt: skip

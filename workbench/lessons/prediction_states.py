@@ -22,7 +22,7 @@ from workbench.expertflow.scoring import Choose, batches, top
 from workbench.expertflow.timing import Costs, Timed, costs, simulate
 
 NAME, PER_DOMAIN = "tiny-mixtral", 16
-ENGLISH, PYTHON, CHINESE = 1, 0, 3
+ENGLISH, PYTHON = 1, 0
 TITLES = {"frequency": "frequency", "previous-token": "previous token", "previous-layer": "previous layer",
           "gate-0": "gate, before attention", "gate-1": "gate, 1 ahead", "gate-2": "gate, 2 ahead", "gate-3": "gate, 3 ahead",
           "gate-4": "gate, 4 ahead", "linear-1": "linear, 1 ahead", "non-linear-1": "hidden layer, 1 ahead",
@@ -143,9 +143,11 @@ class Lesson21:
         assert sum(ran.ledger.values()) == ran.ns
         return ran
 
-    def recall_there(self, key: str, choose: Choose | None = None) -> float:
-        """Recall of a forecast on these 48 tokens."""
-        return report(self.predictors[key], _some(), choose or top(2), "layer")[-1].recall
+    def beside_cpu(self, key: str = "") -> Timed:
+        """The same tokens with misses computed on the host: with a forecast (of 1), or the experts used most in other texts alone."""
+        seen, hot = _some(), self.part(8, 12).routes.counts()
+        forecast = forecast_of(self.predictors[key], seen, top(1)) if key else None
+        return simulate(seen.routes, self.costs, "predicted" if key else "static", 4, forecast=forecast, hot=hot, host_below="auto")
 
     def steps(self, key: str, choose: Choose, m: int, n: int = 20) -> dict[str, Any]:
         """The stepper's trace of a forecast over some tokens of an English text."""

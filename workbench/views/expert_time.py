@@ -13,6 +13,7 @@ from workbench.views.figures import Picture, new_figure, picture
 from workbench.views.palette import OKABE_ITO, ink_on
 from workbench.views.steps import Steps, record_steps
 from workbench.views.tables import Table, table
+from workbench.views.timelines import duration
 
 if TYPE_CHECKING:
     from workbench.expertflow.hindcast import Row
@@ -182,7 +183,7 @@ def token_way(trace: Trace, title: str = "One token's way through nine steps", m
 
     def describe(item: tuple[int, str, int]) -> dict[str, Any]:
         number, sentence, at = item
-        return {"event": ["step", number, at], "label": f"step {number}", "cause": str(number), "change": True,
+        return {"event": ["step", number, duration(at - way[0][2])], "label": f"step {number}", "cause": str(number), "change": True,
                 "sentence": f"{number} · {NINE[number]}: {sentence}"}  # fmt: skip
 
     return record_steps(way, describe, title, "list", nine=[NINE[n] for n in sorted(NINE)])
