@@ -1,4 +1,5 @@
-"""A card: the mixture-of-experts block against PyTorch on the same card, copies against the link, copies beside computing.
+"""A card: the mixture-of-experts block against PyTorch on the same card, copies against the link, copies beside computing, and experts
+through a pool against all there.
 
 Without a card each table says why it is empty. Results of the block are compared with NumPy's before they are timed.
 """
@@ -11,9 +12,13 @@ import numpy as np
 
 from benchmarks import peers
 from benchmarks.harness import Table, duration, take_turns
-from workbench import Context, Flag, Usage, build, ops
+from workbench import Context, CpuBackend, Flag, Scheduler, Session, Usage, build, load, ops, place_weights
 from workbench.devices.cuda import CudaBackend, why_not
 from workbench.execution import GraphRunner
+from workbench.expertflow.forecast import Forecaster
+from workbench.expertflow.observe import Gates
+from workbench.expertflow.offload import Offloaded, offload
+from workbench.trace import Trace
 
 TOKENS = (1, 32, 512, 4096)
 SIZES = {"8 experts": {}, "64 small experts, top-8": {"n_expert": 64, "k": 8, "f": 256}}
@@ -28,6 +33,7 @@ def tables():
         yield moe_table(name, sizes)
     yield copy_table()
     yield overlap_table()
+    yield pool_table()
 
 
 def card() -> str:
@@ -186,3 +192,51 @@ def overlap_table() -> Table:
     hidden = (alone - timing["both"].median) / min(timing["compute"].median, timing["copy"].median)
     table.notes.append(f"hidden: {hidden:.0%} of the shorter one")
     return table
+
+
+# ---- experts through a pool
+
+
+def pool_table(n_tokens: int = 16, seconds: float = 2.0) -> Table:
+    """A model all there, and with its experts in slots: all of them (what a pool costs), and half of them with and without forecasts."""
+    table = Table(f"Experts through a pool on {card()}: tiny-mixtral-f16, a token at a time",
+                  ["experts", "per token", "of resident", "MB on demand", "MB ahead", "late", "link while it copies, GB/s"])  # fmt: skip
+    with load("tiny-mixtral-f16") as model:
+        ahead = {"policy": "predicted", "forecast": Forecaster.of_gates(Gates.of(model), 1)}
+        ways = {"all in slots": (1.0, False, {}), "half, mapped file": (0.5, True, {}), "half, pinned": (0.5, False, {}),
+                "half, pinned, gate 1 ahead": (0.5, False, ahead)}  # fmt: skip
+        pooled = {name: offload(model, share, backends=_machine(), n_ctx=256, mmap=mapped, **more)
+                  for name, (share, mapped, more) in ways.items()}  # fmt: skip
+        backends = _machine()
+        placed = place_weights(model, backends)
+        resident = Session(placed, n_ctx=256, scheduler=Scheduler(backends))
+        sessions = {"resident": resident, **{name: run.session for name, run in pooled.items()}}
+        timing = take_turns({name: lambda s=s: _text(s, n_tokens) for name, s in sessions.items()}, seconds)
+        for name, t in timing.items():
+            moved = _moved(pooled[name], n_tokens) if name in pooled else [""] * 4
+            table.add(name, duration(t.median / n_tokens), f"{1 / t.ratio:.2f}", *moved)
+        for thing in (*pooled.values(), resident, placed):
+            thing.close()
+    table.notes.append("Experts of 120 KiB: a copy is latency. MB: of one such text; late: fetched ahead, and waited for all the same.")
+    return table
+
+
+def _machine() -> list:
+    return [CudaBackend(offload_min_batch=1), CpuBackend()]
+
+
+def _text(session: Session, n_tokens: int) -> None:
+    session.reset()
+    for token in range(40, 40 + n_tokens):
+        session.decode([token])
+
+
+def _moved(run: Offloaded, n_tokens: int) -> list[str]:
+    """Bytes on demand and ahead, late experts, and the link's speed, of one more text."""
+    before, run.scheduler.trace = dict(vars(run.counters)), Trace()
+    _text(run.session, n_tokens)
+    run.engine.pool.device.synchronize()
+    copies = [(e.field("bytes"), e.end - e.start) for e in run.trace.of("busy") if run.trace.described(e)["stream"] == "copies"]
+    nbytes, ns = (sum(column) for column in zip(*copies, strict=True)) if copies else (0, 1)
+    demand, ahead, late = (vars(run.counters)[what] - before[what] for what in ("demand_bytes", "speculative_bytes", "late"))
+    return [f"{demand / 1e6:.1f}", f"{ahead / 1e6:.1f}", str(late), f"{nbytes / ns:.2f}" if nbytes else ""]

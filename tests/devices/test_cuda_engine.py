@@ -10,6 +10,8 @@ import itertools
 import numpy as np
 import pytest
 
+from benchmarks import bench_cuda
+from benchmarks.harness import take_turns
 from tests.devices import fake_cupy
 from workbench import CpuBackend, Scheduler, Session, load, place_weights
 from workbench.devices.cuda import CudaBackend, CudaEvent, why_not
@@ -203,3 +205,12 @@ def test_what_is_closed_or_shrunk_goes_back_at_once(cupy, mixtral):
     run.close()
     backends[0].close()
     assert backends[0].memory.pool.used_bytes() < 100_000 and run.session is not None
+
+
+def test_the_benchmark_of_pools_counts_what_moves(cupy, monkeypatch):
+    monkeypatch.setattr(bench_cuda, "card", lambda: "a card")
+    monkeypatch.setattr(bench_cuda, "take_turns", lambda runs, seconds: take_turns(runs, seconds, rounds=1))
+    rows = {row[0]: row[1:] for row in bench_cuda.pool_table(n_tokens=10, seconds=0.0).rows}
+    assert list(rows) == ["resident", "all in slots", "half, mapped file", "half, pinned", "half, pinned, gate 1 ahead"]
+    assert rows["all in slots"][2:4] == ["0.0", "0.0"] and float(rows["half, pinned"][2]) > 0  # experts that are there stay there
+    assert float(rows["half, pinned, gate 1 ahead"][3]) > 0 and all(float(rows[r][5]) > 0 for r in [*rows][2:])
