@@ -29,6 +29,12 @@ def test_every_predictor_runs_and_says_what_it_learnt_from(predictor, capsys):
     assert "the same text" in out and ("12  tokens of the prompt" in out) == (predictor != "gate")
 
 
+def test_what_was_counted_nowhere_has_no_share(capsys):
+    assert run.main([*SHORT, "--predictor", "gate", "--prefetches", "0"]) == 0
+    out = capsys.readouterr().out
+    assert "used of them" in out and "nan" not in out
+
+
 def test_another_text_is_an_error_of_its_own(monkeypatch, capsys):
     monkeypatch.setattr(models.Generation, "run", lambda self: "another")
     assert run.main([*SHORT, "--verify"]) == 1 and "ANOTHER TEXT" in capsys.readouterr().out
@@ -52,6 +58,7 @@ def test_an_interrupt_while_loading_ends_quietly(monkeypatch, capsys):
     (["--predictor", "gate", "--prefetches", "-1"], "prefetches=-1"), (["--prefetches", "1"], "--prefetches without"),
     (["--fit", "tiny-mixtral"], "nothing to fit"), (["--fit", "tiny-mixtral", "--predictor", "gate"], "nothing to fit"),
     (["--fit", "nothing.txt", "--predictor", "frequency"], "nothing.txt cannot be read"),
+    (["--device", "cpu"], "a card with memory of its own"), (["--device", "blas"], "nothing would be moved"),
     (["--fit", "tiny-deepseek", "--policy", "static"], "another model"), (["--expert-storage", "int4"], "int8 is another name for q8_0")])
 def test_wrong_requests(argv, says, capsys):
     assert run.main([*SHORT, *argv]) == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from math import isnan
 from typing import TYPE_CHECKING
 
 from workbench.cli.sizes import bytes_text, columns, size
@@ -145,9 +146,10 @@ def _report(run: Offloaded, n_tokens: int) -> list[tuple[str, str, str]]:
         rows.append(("loads at the start", "", f"{bytes_text(c.speculative_bytes)}, the experts that are used most"))
     if forecast is not None:
         rows += [
-            ("foretold", f"{forecast.foretold:,}", f"{forecast.recall:.1%} of the experts wanted where there was a forecast (recall)"),
+            ("foretold", f"{forecast.foretold:,}", f"{_share(forecast.recall)} of the experts wanted where there was a forecast (recall)"),
             ("prefetches", f"{c.prefetches:,}", bytes_text(c.speculative_bytes)),
-            ("used of them", f"{c.prefetched_hits:,}", f"{c.precision:.1%} (precision); {c.late:,} late, still on their way when wanted"),
+            ("used of them", f"{c.prefetched_hits:,}",
+             f"{_share(c.precision)} (precision); {c.late:,} late, still on their way when wanted"),
             ("dropped forecasts", f"{c.dropped:,}", "experts for which no slot could be spared"),
         ]  # fmt: skip
     rows += [
@@ -157,6 +159,10 @@ def _report(run: Offloaded, n_tokens: int) -> list[tuple[str, str, str]]:
         ("memory", "", ", ".join(f"{part} {bytes_text(n)}" for part, n in run.memory().items() if n)),
     ]  # fmt: skip
     return rows
+
+
+def _share(x: float) -> str:
+    return "-" if isnan(x) else f"{x:.1%}"
 
 
 def _storage_row(title: str, model: Model, stored: Model, tokens: list[int]) -> tuple[str, str, str]:

@@ -117,6 +117,9 @@ def offload(model: Model, budget: int | float | str, *, policy: str = "lru", sco
         raise ParameterError(f"{len(backends)} backends", "a device with memory of its own, and a CPU as the last")
     if backends is None or isinstance(backends, str):
         backends = simulated_machine(backends or 1, offload_min_batch=1)
+    if backends[0].buffer_type.is_host:
+        raise ParameterError(f"{backends[0].name}, which computes in the host's memory", "a card with memory of its own",
+                             "nothing would be moved: on the host all experts are there")  # fmt: skip
     k, n_expert = model.hparams.n_expert_used, model.hparams.n_expert
     staging = k if made.needs == "hot" else 0
     with ExitStack() as opened:
