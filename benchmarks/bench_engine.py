@@ -101,7 +101,7 @@ def _times(name: str, shape: str, slots: int, ends: Table) -> Table:
 
 def _bookkeeping() -> Table:
     table = Table("Real time of a run with half of the experts in slots: 40 tokens, one at a time",
-                  ["model", "policy", "forecast", "token, ms", "engine's own, ms", "share", "forecasts, ms", "the engine's under a profiler"])  # fmt: skip
+                  ["model", "policy", "forecast", "token, ms", "engine's own, ms", "share", "forecasts, ms", "under a profiler"])  # fmt: skip
     for name in ("tiny-mixtral-f16", "tiny-deepseek-f16"):
         for policy, window in (("lru", 0), ("predicted", 1)):
             with models.load(name) as model:
@@ -123,7 +123,7 @@ def _bookkeeping() -> Table:
             profiled = sum(t for (file, _, _), (_, _, t, _, _) in stats.stats.items() if "/expertflow/" in file) / stats.total_tt
             table.add(name, policy, f"gate, {window} ahead" if window else "", f"{whole:.2f}", f"{own:.3f}", f"{own / whole:.1%}",
                       f"{ahead:.3f}", f"{profiled:.1%}")  # fmt: skip
-    table.notes.append("Engine's own: from the runtime's calls to its calls of devices, median of 40 tokens; what forecasters compute apart. "
+    table.notes.append("Engine's own: from the runtime's calls to its calls of devices, median of 40; what forecasters compute apart. "
                        "A profiler slows small functions more than large ones: an upper bound.")  # fmt: skip
     return table
 
