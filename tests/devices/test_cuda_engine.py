@@ -126,6 +126,16 @@ def test_no_slot_is_overwritten_while_it_is_read_nor_read_before_it_is_written(c
     assert watch.reads > 50 and watch.overwrites > 20
 
 
+def test_nobody_waits_for_the_copy_stream_while_a_token_is_computed(cupy, mixtral, monkeypatch):
+    waits, real = [], CudaBackend.synchronize
+    with offloaded(mixtral, card(), policy="predicted", window=2, mmap=False) as run:
+        monkeypatch.setattr(CudaBackend, "synchronize", lambda self, copies=True: (waits.append(copies), real(self, copies)))
+        for token in TOKENS:  # the first one also places the graph
+            waits.clear()
+            run.session.decode([token])
+        assert set(waits) == {False} and run.counters.prefetches
+
+
 def test_pinned_experts_go_to_the_card_without_a_detour(cupy, mixtral, monkeypatch):
     backends = card()
     with offloaded(mixtral, backends, mmap=False) as run:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tests.scheduler.graphs import context, leaf, values, weight
-from workbench import CpuBackend, Machine, SimulatedDevice, SimulatedMemory, Usage, build, ops, simulated_machine
+from workbench import Context, CpuBackend, Machine, SimulatedDevice, SimulatedMemory, Usage, build, ops, simulated_machine
 from workbench.devices.backend import copy_tensor
 from workbench.devices.cost import Speed
 from workbench.errors import AllocationError, StorageError
@@ -199,3 +199,15 @@ def test_cancelled_work_does_not_happen():
     one.synchronize()
     assert np.isnan(graphs[0].nodes[-1].numpy()).all() and graphs[1].nodes[-1].numpy()[0] == 8
     assert graphs[0].nodes[0].storage.usage is Usage.ANY
+
+
+def test_a_wait_without_copies_leaves_the_copy_stream_alone():
+    gpu = simulated_machine()[0]
+    with Context(no_alloc=True) as ctx:
+        t = ctx.new_tensor("i8", 2**20)
+        t.place(gpu.buffer_type.alloc_buffer(t.nbytes))
+        done = gpu.prefetch(t, np.ones(2**20, np.uint8))
+        gpu.synchronize(copies=False)
+        assert gpu.machine.n_pending == 1 and not done.done and set(t.storage.device_bytes()) == {0xFF}
+        gpu.synchronize()
+        assert gpu.machine.n_pending == 0 and done.done and set(t.storage.device_bytes()) == {1}

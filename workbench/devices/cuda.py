@@ -107,9 +107,10 @@ class CudaEvent:
 class CudaBackend(Backend):
     """A CUDA device (`ggml_backend_cuda_init`). Raises DependencyError where there is none: `why_not` says why.
 
-    device: its number. limit: most bytes of its memory (default: what CuPy's own pool may hold). activation_rounding: see `CpuBackend`. dequant_cache_bytes: room there for
-    decoded weights (default: a quarter of the limit, at most 1 GiB). grain: how many times larger than on the CPU pieces of work
-    are; 1 makes the CPU's own cuts. offload_min_batch: batch from which it offers to compute with weights that lie in host memory.
+    device: its number. limit: most bytes of its memory (default: what CuPy's own pool may hold). activation_rounding: see
+    `CpuBackend`. dequant_cache_bytes: room there for decoded weights (default: a quarter of the limit, at most 1 GiB). grain: how many
+    times larger than on the CPU pieces of work are; 1 makes the CPU's own cuts. offload_min_batch: batch from which it offers to
+    compute with weights that lie in host memory.
     """
 
     device_type = DeviceType.GPU
