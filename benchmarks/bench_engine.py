@@ -101,7 +101,7 @@ def _times(name: str, shape: str, slots: int, ends: Table) -> Table:
 
 def _bookkeeping() -> Table:
     table = Table("Real time of a run with half of the experts in slots: 40 tokens, one at a time",
-                  ["model", "policy", "forecast", "token, ms", "engine's own, ms", "share", "forecasts, ms", "under a profiler"])  # fmt: skip
+                  ["model", "policy", "forecast", "token, ms", "engine's own, ms", "share", "forecasts, ms", "profiled"])  # fmt: skip
     for name in ("tiny-mixtral-f16", "tiny-deepseek-f16"):
         for policy, window in (("lru", 0), ("predicted", 1)):
             with models.load(name) as model:

@@ -61,6 +61,7 @@ def verdict(found: Fit) -> Verdict | None:
                    f"on the host {does}{more}. With its misses computed on the host it {pays[1]}: at most {both}.")  # fmt: skip
 
 
+@lru_cache(maxsize=64)
 def _recorded(share: float, density: float) -> tuple[str, str, float]:
     """The shipped trace whose k / E is nearest, and the better of LRU's and LFU's hit rates on a part of it, with one pool of this
     share of its experts."""

@@ -58,7 +58,7 @@ class Own:
     """A GGUF with experts, and what it does with six samples of text."""
 
     def __init__(self, which: str | os.PathLike[str]) -> None:
-        self.which, self.model = which, models.load(which)
+        self.which, self.model, self.file = which, models.load(which), models.open_gguf(which)
         self.layers = list(expert_weights(self.model))
 
     # ---- the file
@@ -97,7 +97,7 @@ class Own:
     @lru_cache(maxsize=256)  # noqa: B019
     def fitted(self, vram: int, ram_speed: float = 58e9, link: float = 25e9) -> tuple[Fit, Verdict | None]:
         """The bounds of `fit`, and whether an expert cache would pay."""
-        found = fit(self.which, vram, 64 * self.model.nbytes, link, context=256, batch=PIECE, ram_speed=ram_speed)
+        found = fit(self.file, vram, 64 * self.model.nbytes, link, context=256, batch=PIECE, ram_speed=ram_speed)
         return found, verdict(found)
 
     # ---- its routes

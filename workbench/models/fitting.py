@@ -142,9 +142,12 @@ def _measured(file: GGUFFile, context: int, batch: int, kv: str, notes: list[str
         notes.append(f"Architecture {shown(file.architecture)!r} has no graph builder here: compute memory is NOT counted. "
                      f"Builders: {', '.join(ARCHITECTURES)}.")  # fmt: skip
         return _plain_cache(file, context, kv, notes), 0
-    plan = plan_schedule(file, STAND_IN, overrides={EXPERTS: "CPU"}, context=context, batch=batch, kv=kv)
-    notes += [note for note in plan.notes if note == WINDOW]
-    card = plan.devices[0]
+    plans = file.__dict__.setdefault("_plans", {})  # who turns a knob asks again and again
+    key = context, batch, kv
+    if key not in plans:
+        plans[key] = plan_schedule(file, STAND_IN, overrides={EXPERTS: "CPU"}, context=context, batch=batch, kv=kv)
+    notes += [note for note in plans[key].notes if note == WINDOW]
+    card = plans[key].devices[0]
     return card.kv, card.compute
 
 
