@@ -38,7 +38,8 @@ def main(argv: list[str]) -> int:
         results["notebooks"] = run("notebooks", [*parallel, *notebook_options(folder), *rest, *books], skip)
     if "browser" in wanted:
         missing = no_browser()
-        results["browser"] = run("browser", ["-m", "browser", *rest, "tests/browser"], missing)
+        workers = [] if args.serial else ["-n", "auto", "--maxprocesses", "4"]     # a browser and a server for each
+        results["browser"] = run("browser", ["-m", "browser", *workers, *rest, "tests/browser"], missing)
         if missing and os.environ.get("CI") and (root() / "tests" / "browser").is_dir():
             results["browser"] = 1      # a check that everyone counts on must not vanish quietly
     failed = [f"{name} (status {status})" for name, status in results.items() if status]

@@ -16,11 +16,16 @@ ROOT = Path(__file__).resolve().parents[2]
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 CHROME = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync", "--disable-background-networking",
           "--disable-component-update", "--force-device-scale-factor=1"]
-SETTINGS = {  # no news, no look-up of updates, every cell really in the page, no autosave
+SETTINGS = {  # no news, no look-up of updates, every cell really in the page, no kernel without its notebook, no autosave
     "@jupyterlab/apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False},
-    "@jupyterlab/notebook-extension/tracker": {"windowingMode": "none"},
+    "@jupyterlab/notebook-extension/tracker": {"windowingMode": "none", "kernelShutdown": True},
     "@jupyterlab/docmanager-extension/plugin": {"autosave": False}}
 HARMLESS: tuple[str, ...] = ()  # beginnings of console errors that JupyterLab makes by itself; 4.6 makes none
+
+
+AXE_OK = {"scrollable-region-focusable"}  # JupyterLab's own output area scrolls long text
+CLOSE = """async () => { const c = window.jupyterapp.commands; await c.execute('docmanager:save'); await c.execute('application:close-all');
+    await c.execute('apputils:change-theme', {theme: 'JupyterLab Light'}); }"""
 
 
 def chromium():
@@ -78,11 +83,11 @@ class Lab:
 
 
 class Page:
-    """A browser page that notes console errors and requests to other hosts."""
+    """A browser page that notes console errors and requests to other hosts. Loading JupyterLab costs more than anything else does, so
+    one page shows one notebook after the other. name: of the notebook that it shows, ran: whether all of it was run."""
 
-    def __init__(self, browser, lab, dark=False):
-        self.lab, self.console, self.others = lab, [], []
-        lab.setting("@jupyterlab/apputils-extension/themes", {"theme": "JupyterLab Dark" if dark else "JupyterLab Light"})
+    def __init__(self, browser, lab):
+        self.lab, self.console, self.others, self.name, self.ran = lab, [], [], "", False
         self.page = browser.new_page(viewport={"width": 1280, "height": 1000})
         self.page.set_default_timeout(90_000)
         self.page.on("console", lambda m: m.type == "error" and self.console.append(m.text[:300]))
@@ -97,19 +102,35 @@ class Page:
         return [text for text in self.console if not text.startswith(HARMLESS)]
 
     def open(self, name):
-        """Ready means three things together: all cells are in the page, a kernel is attached, and it is idle."""
+        """A fresh copy. Ready means three things together: all cells are in the page, a kernel is attached, and it is idle."""
+        if self.name:
+            self.page.evaluate(CLOSE)
+            self.page.wait_for_function("() => !document.querySelector('.jp-Notebook')")
+        if (ROOT / "notebooks" / name).exists():
+            shutil.copy(ROOT / "notebooks" / name, self.lab.folder)
         n = len(json.loads((self.lab.folder / name).read_text("utf-8"))["cells"])
-        self.page.goto(f"{self.lab.base}/lab/tree/{name}?reset&token={self.lab.token}")
+        if self.name:
+            self.page.evaluate("async path => { await window.jupyterapp.commands.execute('docmanager:open', {path, factory: 'Notebook'}); }", name)
+        else:
+            self.page.goto(f"{self.lab.base}/lab/tree/{name}?reset&token={self.lab.token}")
+        self.name, self.ran = name, False
         self.page.wait_for_function(r"""n => document.querySelectorAll('.jp-Notebook .jp-Cell').length === n
             && !/No Kernel/.test(document.querySelector('.jp-Toolbar-kernelName')?.textContent ?? 'No Kernel')
             && [...document.querySelectorAll('#jp-main-statusbar .jp-StatusBar-TextItem')].some(e => /\| Idle$/.test(e.textContent.trim()))""", arg=n)
+
+    def lesson(self, name):
+        """The page with this notebook open and run: as it stands, if that is so already."""
+        if (self.name, self.ran) != (name, True):
+            self.open(name)
+            self.run_all()
+        return self.page
 
     def menu(self, *items):
         for item in items:
             self.page.get_by_role("menuitem", name=item, exact=True).click()
 
     def dark(self):
-        """Change to the dark theme, by the command behind the menu, and wait until it is there."""
+        """Change to the dark theme, by the command behind the menu, and wait until it is there. The next notebook is light again."""
         self.page.evaluate("() => window.jupyterapp.commands.execute('apputils:change-theme', {theme: 'JupyterLab Dark'})")
         self.page.wait_for_function("() => document.body.dataset.jpThemeLight === 'false'")
         self.page.wait_for_timeout(300)
@@ -127,6 +148,7 @@ class Page:
                 && !all.includes('[*]:') && /^\[\d+\]:$/.test(all[0]);
             window.__since = done ? (window.__since ?? performance.now()) : undefined;
             return done && performance.now() - window.__since > 500 }""")
+        self.ran = True
 
     def save(self, name):
         """The notebook as saved: in the page an error looks like any stderr."""
@@ -141,14 +163,26 @@ class Page:
                     return json.loads(file.read_text("utf-8"))
         raise TimeoutError(f"{name} was not saved")
 
-    def axe(self, script):
-        """Findings in output areas: (rule, impact, number of places, first place)."""
+    def axe(self, script, *rules):
+        """Serious findings in output areas, of these rules or of all: (rule, impact, number of places, first place)."""
         self.page.add_script_tag(path=script)
-        return self.page.evaluate("""() => axe.run({include: [['.jp-Cell-outputArea']]}, {resultTypes: ['violations']})
-            .then(r => r.violations.map(v => [v.id, v.impact, v.nodes.length, v.nodes[0].target.join(' '), v.nodes[0].failureSummary]))""")
+        found = self.page.evaluate("""rules => axe.run({include: [['.jp-Cell-outputArea']]}, {resultTypes: ['violations'], ...(rules.length && {runOnly: rules})})
+            .then(r => r.violations.map(v => [v.id, v.impact, v.nodes.length, v.nodes[0].target.join(' '), v.nodes[0].failureSummary]))""", rules)
+        return [v for v in found if v[1] in ("serious", "critical") and v[0] not in AXE_OK]
+
+    def both_themes(self, script, file):
+        """Serious findings in the light theme, and then in the dark one, where only contrast can differ; a picture of each."""
+        found = {"light": self.axe(script)}
+        self.shot(file.with_name(file.name + "-light.png"))
+        self.dark()
+        found["dark"] = self.axe(script, "color-contrast")
+        self.shot(file.with_name(file.name + "-dark.png"))
+        return {theme: some for theme, some in found.items() if some}
 
     def shot(self, file):
-        """The whole notebook as one long picture, for a person to look at."""
+        """The whole notebook as one long picture, where somebody wants to look at it."""
+        if "WORKBENCH_ARTIFACTS" not in os.environ:
+            return
         panel = "document.querySelector('.jp-WindowedPanel-outer')"
         height = self.page.evaluate(f"() => Math.min(16000, {panel}.scrollHeight + 160)")
         self.page.set_viewport_size({"width": 1280, "height": max(1000, int(height))})

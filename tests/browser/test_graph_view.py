@@ -4,8 +4,6 @@ import json
 
 import pytest
 
-from tests.browser.static import StaticPage
-from tests.browser.test_notebooks import AXE_OK
 from tests.views.graphs import HOSTILE, MODELS, mlp, model_step
 from workbench.cgraph import build
 from workbench.views.steps import state
@@ -38,16 +36,10 @@ def notebook(cells):
 
 
 @pytest.fixture
-def opened(new_page):
-    def make(dark=False):
-        page = new_page(dark)
-        (page.lab.folder / "views.ipynb").write_text(notebook(CELLS), "utf-8")
-        page.open("views.ipynb")
-        page.run_all()
-        page.page.wait_for_selector(".wb-canvas >> nth=1")
-        return page
-
-    return make
+def opened(desk):
+    (desk.lab.folder / "views.ipynb").write_text(notebook(CELLS), "utf-8")
+    desk.lesson("views.ipynb").wait_for_selector(".wb-canvas >> nth=1")
+    return desk
 
 
 def redraw_ms(page, selector, which, keys):
@@ -73,44 +65,27 @@ def quick_p95(page, selector, which, keys, rounds=4):
     return best
 
 
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-def test_in_jupyterlab(opened, axe_script, artifacts, dark):
-    page = opened(dark)
+def test_in_jupyterlab(opened, axe_script, artifacts):
+    page = opened
     walk = ["ArrowRight"] * 20 + ["ArrowDown"] * 10 + ["ArrowUp"] * 5 + ["+", "-", "+"] + ["End", "Home"]
     steps = ["ArrowRight"] * 20 + ["n"] * 10 + ["ArrowLeft"] * 5 + ["Space", "End", "p", "Home"]
     p95 = {f"{what} {i}": quick_p95(page.page, selector, i, keys) for what, selector, n, keys in
            (("graph", ".wb-canvas", 2, walk), ("stepper", ".wb-bar", 3, steps)) for i in range(n)}  # fmt: skip
-    (artifacts / f"redraw-{'dark' if dark else 'light'}.json").write_text(json.dumps({"p95_ms": p95}), "utf-8")
+    (artifacts / "redraw.json").write_text(json.dumps({"p95_ms": p95}), "utf-8")
     print("redraw p95 in ms:", p95)
     page.page.evaluate("() => document.querySelectorAll('.wb-bar').forEach(b => { for (let i = 0; i < 40; i++) b.children[2].click(); })")
-    found = page.axe(axe_script)
-    page.shot(artifacts / f"views-{'dark' if dark else 'light'}.png")
-    assert page.errors() == [] and page.others == []
-    assert [v for v in found if v[1] in ("serious", "critical") and v[0] not in AXE_OK] == []
+    assert page.both_themes(axe_script, artifacts / "views") == {}
     assert max(p95.values()) < BUDGET_MS
 
 
 def test_what_is_chosen_reaches_python_and_back(opened):
-    page = opened().page
+    page = opened.page
     page.locator(".wb-canvas").first.focus()
     for key in ("Home", "ArrowDown", "Enter"):
         page.keyboard.press(key)
     say = page.locator(".wb-graph .wb-say").first
     assert "norm-0 = RMS_NORM" in say.inner_text() and "after its source node 0" in say.inner_text()
     assert page.evaluate("() => document.activeElement.getAttribute('aria-label')") == "The chosen tensor"
-
-
-@pytest.fixture
-def static(browser, tmp_path):
-    pages = []
-
-    def make(widget, **kwargs):
-        pages.append(StaticPage(browser, widget, tmp_path, **kwargs))
-        return pages[-1]
-
-    yield make
-    for page in pages:
-        page.page.close()
 
 
 def test_fold_search_and_links_without_a_kernel(static):

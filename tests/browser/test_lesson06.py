@@ -2,21 +2,14 @@
 
 import pytest
 
-from tests.browser.lab import Page, widget
+from tests.browser.lab import widget
 
 pytestmark = pytest.mark.browser
-NAME = "06_gradients.ipynb"
 
 
-@pytest.fixture(scope="module")
-def lesson(browser, lab, artifacts):
-    page = Page(browser, lab)
-    page.open(NAME)
-    page.run_all()
-    page.shot(artifacts / "lesson06.png")
-    yield page.page
-    assert page.errors() == [] and page.others == []
-    page.page.close()
+@pytest.fixture(params=["06_gradients.ipynb"])
+def lesson(desk, request):
+    return desk.lesson(request.param)
 
 
 def test_the_backward_walk_by_keys(lesson, artifacts):

@@ -5,11 +5,10 @@ What is only in lesson 00 (a prompt typed by hand, the stepper driven by keys) i
 
 import pytest
 
-from tests.browser.lab import ROOT, Page
+from tests.browser.lab import ROOT, widget
 
 pytestmark = pytest.mark.browser
 BOOKS = sorted(f.name for f in (ROOT / "notebooks").glob("*.ipynb"))
-AXE_OK = {"scrollable-region-focusable"}  # JupyterLab's own output area scrolls long text
 
 
 def failures(book):
@@ -18,41 +17,29 @@ def failures(book):
 
 
 @pytest.mark.parametrize("name", BOOKS)
-def test_useful_before_anything_runs_then_runs_and_is_accessible(new_page, axe_script, artifacts, name):
+def test_useful_before_anything_runs_then_runs_and_is_accessible(desk, axe_script, artifacts, name):
     """A fresh copy is untrusted and has no kernel state: its pictures and tables show all the same, and no widget error does. Then it
-    runs without errors, in the light theme and, looked at again, in the dark one. One page for all three: opening is most of the time."""
-    page, stem = new_page(), name.removesuffix(".ipynb")
-    page.open(name)
-    sizes = page.page.evaluate("""() => [...document.querySelectorAll('.jp-Cell-outputArea img')].map(i => [i.complete && i.naturalWidth, i.alt])""")
+    runs without errors, in the light theme and, looked at again, in the dark one."""
+    desk.open(name)
+    page = desk.page
+    sizes = page.evaluate("""() => [...document.querySelectorAll('.jp-Cell-outputArea img')].map(i => [i.complete && i.naturalWidth, i.alt])""")
     assert sizes and all(width > 100 and alt for width, alt in sizes)
-    text = page.page.evaluate("() => [...document.querySelectorAll('.jp-Cell-outputArea')].map(e => e.innerText).join('\\n')")
+    text = page.evaluate("() => [...document.querySelectorAll('.jp-Cell-outputArea')].map(e => e.innerText).join('\\n')")
     assert "Loading widget" not in text and "Error displaying widget" not in text
-    assert page.page.locator(".jp-Cell-outputArea table").count() >= 5
-    page.run_all()
-    page.page.wait_for_timeout(500)
-    found = {"light": page.axe(axe_script)}
-    page.shot(artifacts / f"{stem}-light.png")
-    page.dark()
-    found["dark"] = page.axe(axe_script)
-    page.shot(artifacts / f"{stem}-dark.png")
-    assert failures(page.save(name)) == []
-    assert page.errors() == []
-    assert page.others == []
-    assert {theme: [v for v in some if v[1] in ("serious", "critical") and v[0] not in AXE_OK] for theme, some in found.items()} == {"light": [], "dark": []}
+    assert page.locator(".jp-Cell-outputArea table").count() >= 5
+    desk.run_all()
+    assert failures(desk.save(name)) == []
+    assert desk.both_themes(axe_script, artifacts / name.removesuffix(".ipynb")) == {}
 
 
-@pytest.fixture(scope="module")
-def lesson00(browser, lab):
-    page = Page(browser, lab)
-    page.open("00_start_here.ipynb")
-    page.run_all()
-    yield page.page
-    page.page.close()
+@pytest.fixture(params=["00_start_here.ipynb"])
+def lesson00(desk, request):
+    return desk.lesson(request.param)
 
 
 def test_stepper_by_keys(lesson00):
     bar = lesson00.get_by_role("toolbar", name="Experts of each token in layer 5")
-    root = bar.locator("xpath=ancestor::*[contains(concat(' ', @class, ' '), ' wb ')][1]")
+    root = widget(bar)
     place = bar.locator("span")
     bar.scroll_into_view_if_needed()
     bar.focus()
@@ -85,7 +72,7 @@ def test_stepper_by_keys(lesson00):
 
 def test_prompt_player_generates_and_stops(lesson00, artifacts):
     prompt = lesson00.get_by_label("Prompt", exact=True)
-    root = prompt.locator("xpath=ancestor::*[contains(concat(' ', @class, ' '), ' wb ')][1]")
+    root = widget(prompt)
     prompt.scroll_into_view_if_needed()
     prompt.fill("def main(")
     root.get_by_label("new tokens").fill("12")
@@ -130,7 +117,7 @@ def test_prediction_is_kept_and_compared(lesson00):
 def test_what_if_slider_redraws(lesson00):
     slider = lesson00.get_by_label("last word")
     slider.scroll_into_view_if_needed()
-    root = slider.locator("xpath=ancestor::*[contains(concat(' ', @class, ' '), ' wb ')][1]")
+    root = widget(slider)
     before = root.locator("table").inner_text()
     slider.focus()
     lesson00.keyboard.press("ArrowRight")

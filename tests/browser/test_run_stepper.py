@@ -4,7 +4,6 @@ import json
 
 import pytest
 
-from tests.browser.static import StaticPage
 from tests.browser.test_graph_view import BUDGET_MS, quick_p95
 from tests.views.runs import recorded
 from workbench.lessons.schedule_cases import CASES
@@ -18,19 +17,6 @@ RUNS = {
     "pipeline": lambda: step_run(recorded(True)[0]),
     "one wait less": lambda: step_run(outcome(run_of(CASES["A B C | D | E F"]), 3).trace),
 }
-
-
-@pytest.fixture
-def static(browser, tmp_path):
-    pages = []
-
-    def make(widget, **kwargs):
-        pages.append(StaticPage(browser, widget, tmp_path, **kwargs))
-        return pages[-1]
-
-    yield make
-    for page in pages:
-        page.page.close()
 
 
 @pytest.mark.parametrize("name", RUNS)

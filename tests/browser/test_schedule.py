@@ -4,9 +4,7 @@ import json
 
 import pytest
 
-from tests.browser.static import StaticPage
 from tests.browser.test_graph_view import BUDGET_MS, notebook, quick_p95
-from tests.browser.test_notebooks import AXE_OK
 from tests.views.graphs import HOSTILE, MODELS, mlp
 from tests.widgets.test_schedule import case, offloaded
 from workbench.devices import CpuBackend
@@ -31,19 +29,6 @@ WALK = (["ArrowRight"] * 25 + ["n"] * 15 + ["PageDown"] * 3 + ["ArrowRight"] * 1
         + ["PageDown"] * 2 + ["ArrowRight"] * 20 + ["n"] * 20 + ["PageDown"] * 9 + ["ArrowRight"] * 15)  # fmt: skip
 
 
-@pytest.fixture
-def static(browser, tmp_path):
-    pages = []
-
-    def make(widget, **kwargs):
-        pages.append(StaticPage(browser, widget, tmp_path, **kwargs))
-        return pages[-1]
-
-    yield make
-    for page in pages:
-        page.page.close()
-
-
 def press(page, *keys):
     for key in keys:
         page.keyboard.press(key)
@@ -53,29 +38,24 @@ def trait(page, name):
     return page.evaluate("name => model.get(name)", name)
 
 
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-def test_in_jupyterlab(new_page, axe_script, artifacts, dark):
-    page = new_page(dark)
-    (page.lab.folder / "schedule.ipynb").write_text(notebook(CELLS), "utf-8")
-    page.open("schedule.ipynb")
-    page.run_all()
-    page.page.wait_for_selector(".wb-schedule >> nth=2")
-    p95 = {name: quick_p95(page.page, ".wb-schedule .wb-bar", i, WALK, rounds=6) for i, name in enumerate(("mixtral", "deepseek, two runs"))}
-    (artifacts / f"redraw-schedule-{'dark' if dark else 'light'}.json").write_text(json.dumps({"p95_ms": p95}), "utf-8")
+def test_in_jupyterlab(desk, axe_script, artifacts):
+    (desk.lab.folder / "schedule.ipynb").write_text(notebook(CELLS), "utf-8")
+    page = desk.lesson("schedule.ipynb")
+    page.wait_for_selector(".wb-schedule >> nth=2")
+    p95 = {name: quick_p95(page, ".wb-schedule .wb-bar", i, WALK, rounds=6) for i, name in enumerate(("mixtral", "deepseek, two runs"))}
+    (artifacts / "redraw-schedule.json").write_text(json.dumps({"p95_ms": p95}), "utf-8")
     print("redraw p95 in ms:", p95)
-    page.page.locator(".wb-schedule .wb-bar").nth(2).focus()
-    press(page.page, "n", "n", "n")
-    found = page.axe(axe_script)
-    page.shot(artifacts / f"schedule-{'dark' if dark else 'light'}.png")
-    assert page.errors() == [] and page.others == []
-    assert [v for v in found if v[1] in ("serious", "critical") and v[0] not in AXE_OK] == []
+    page.locator(".wb-schedule .wb-bar").nth(2).focus()
+    press(page, "n", "n", "n")
+    assert desk.both_themes(axe_script, artifacts / "schedule") == {}
     assert max(p95.values()) < BUDGET_MS
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_models_redraw_at_once_without_a_kernel(static, name):
     view = static(step_schedule(*offloaded(name)), width=1250)
-    best = min(sorted(view.redraw_ms(".wb-bar", WALK))[int(0.95 * (len(WALK) - 1))] for _ in range(5))
+    rounds = (sorted(view.redraw_ms(".wb-bar", WALK))[int(0.95 * (len(WALK) - 1))] for _ in range(5))
+    best = next((ms for ms in rounds if ms < BUDGET_MS), BUDGET_MS)
     print(f"{name}: p95 {best:.0f} ms")
     assert best < BUDGET_MS and view.errors == [] and view.others == []
     assert view.page.locator(".wb-layers .wb-folded").count() >= 4      # only the layer at hand is open
