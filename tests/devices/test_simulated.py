@@ -4,7 +4,17 @@ import numpy as np
 import pytest
 
 from tests.scheduler.graphs import context, leaf, values, weight
-from workbench import Context, CpuBackend, Machine, SimulatedDevice, SimulatedMemory, Usage, build, ops, simulated_machine
+from workbench import (
+    Context,
+    CpuBackend,
+    Machine,
+    SimulatedDevice,
+    SimulatedMemory,
+    Usage,
+    build,
+    ops,
+    simulated_machine,
+)
 from workbench.devices.backend import copy_tensor
 from workbench.devices.cost import Speed
 from workbench.errors import AllocationError, StorageError

@@ -1,4 +1,6 @@
 """Published models: totals by their makers' own counting, bytes by the tensors themselves, FLOPs by the graphs of the shipped models."""
+from decimal import ROUND_HALF_UP, Decimal
+
 import numpy as np
 import pytest
 
@@ -6,16 +8,7 @@ import workbench as wb
 from workbench import models, paths
 from workbench.errors import ParameterError, ShapeError
 from workbench.moe import RouteTrace, presets
-from workbench.moe.configs import (
-    EXCEPTIONS,
-    MODELS,
-    Attention,
-    MoEModel,
-    Published,
-    expected_distinct,
-    model,
-    printed_as,
-)
+from workbench.moe.configs import EXCEPTIONS, MODELS, Attention, MoEModel, Published, expected_distinct, model
 from workbench.tensors import DTYPES, Context
 
 KNOWN = [m for m in MODELS if not m.from_memory]
@@ -24,6 +17,12 @@ TINY = {
     "tiny-deepseek-f16": MoEModel("tiny", presets.deepseek_moe(16, 4), 128, 96, 4, 2048, Attention(4, 2, 32), Published("0.0034", "0"), "card",
                                   n_dense=1, f_dense=384, f_shared=96),
 }  # fmt: skip
+
+
+def printed_as(value: float, figure: str) -> bool:
+    """Whether `value`, rounded to the decimals of the printed `figure`, is that figure."""
+    step = Decimal(1).scaleb(-len(figure.partition(".")[2]))
+    return Decimal(repr(value)).quantize(step, ROUND_HALF_UP) == Decimal(figure)
 
 
 @pytest.mark.parametrize("row", KNOWN, ids=lambda m: m.name)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from decimal import ROUND_HALF_UP, Decimal
 
 from workbench.errors import ParameterError, shown
 from workbench.moe import presets
@@ -141,12 +140,6 @@ class MoEModel:
         looked_up = 0 if self.tied else self.embedding
         blocks = self.n_attention or self.n_moe + self.n_dense
         return 2 * (self.params(self.router.n_used) - looked_up) + blocks * self.attention.flops(n_past)
-
-
-def printed_as(value: float, figure: str) -> bool:
-    """Whether `value`, rounded to the decimals of the printed `figure`, is that figure."""
-    step = Decimal(1).scaleb(-len(figure.partition(".")[2]))
-    return Decimal(repr(value)).quantize(step, ROUND_HALF_UP) == Decimal(figure)
 
 
 def expected_distinct(n_expert: int, k: int, n_tokens: int) -> float:
