@@ -92,13 +92,13 @@ def test_a_reset_forgets_what_was_on_its_way(model, resident, granularity):
 
 
 class Interrupted:
-    """Ctrl-C at the n-th call of a function of engine or pool."""
+    """Ctrl-C at the n-th call of a function of engine or pool, or of other `files`."""
 
-    def __init__(self, n):
-        self.left = n
+    def __init__(self, n, files=("expertflow/engine.py", "expertflow/pool.py")):
+        self.left, self.files = n, files
 
     def __call__(self, frame, event, arg):
-        if event == "call" and frame.f_code.co_filename.endswith(("expertflow/engine.py", "expertflow/pool.py")):
+        if event == "call" and frame.f_code.co_filename.endswith(self.files):
             self.left -= 1
             if not self.left:
                 raise KeyboardInterrupt
@@ -127,6 +127,20 @@ def test_an_interrupt_anywhere_leaves_a_session_that_works(model, resident, gran
         if n % 5 == 0:
             assert np.array_equal(run.text(tokens), resident)
             run.session.reset()
+    assert stopped > 5 and np.array_equal(run.text(tokens), resident)
+    run.close()
+
+
+def test_an_interrupt_while_a_card_prepares_a_graph(model, resident):
+    """Between the plan of a graph and the times of its nodes, too: a session begins anew, and has the same bits."""
+    run, tokens, stopped = Run(model, 0.3), model.tokenizer.encode(PROMPT), 0
+    for n in range(1, 200, 9):
+        with Interrupted(n, ("devices/cost.py",)):
+            try:
+                run.session.decode(tokens)
+            except KeyboardInterrupt:
+                stopped += 1
+        run.session.reset()
     assert stopped > 5 and np.array_equal(run.text(tokens), resident)
     run.close()
 

@@ -182,8 +182,9 @@ class SimulatedDevice(Backend):
         """Each node that needs work, the call that does it, and how long it takes."""
         plan = self._plans.get(graph)
         if plan is None or not plan.fits():
-            plan = self._plans[graph] = self.plan(graph)
+            plan = self.plan(graph)
             self._calls[graph] = [(node, call, self.speed.compute_ns(node)) for node, call in plan.calls()]
+            self._plans[graph] = plan  # last: whoever is interrupted before that starts anew
         return self._calls[graph]
 
     def then(self, effect: Callable[[], Any], copies: bool = False) -> None:
