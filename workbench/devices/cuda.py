@@ -131,7 +131,8 @@ class CudaBackend(Backend):
         self.buffer_type = self.memory = CudaMemory(self.cupy, device, limit)
         self.host_buffer_type = PinnedMemory(self.cupy)
         if dequant_cache_bytes is None:
-            dequant_cache_bytes = DEQUANT_CACHE_BYTES if limit is None else min(DEQUANT_CACHE_BYTES, limit // 4)
+            bound = self.memory.limit
+            dequant_cache_bytes = DEQUANT_CACHE_BYTES if bound is None else min(DEQUANT_CACHE_BYTES, bound // 4)
         self.dequant_cache = DequantCache(dequant_cache_bytes, self._empty_or_none)
         self.memory.spare = self.dequant_cache.clear
         cuda = self.cupy.cuda
