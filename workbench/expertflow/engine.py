@@ -430,6 +430,9 @@ class ExpertEngine(Mover):
         self._look_ahead(target, visit, visit.states)
         if visit.hosted:
             assert visit.twin is not None
+            if (disk := self.pool.disk) is not None:
+                for e in visit.hosted:
+                    disk.want(visit.layer, e, self.pool.expert_bytes(visit.layer)).synchronize()
             visit.twin.compute(visit.hosted)
             visit.twin.write(target, visit.ids, visit.hosted, everything=route.eval_callback is not None)
             self._apply(target, (("hosted", visit.layer, e, "") for e in visit.hosted))

@@ -11,9 +11,11 @@ from contextlib import ExitStack
 import numpy as np
 
 from workbench.devices.backend import Backend
-from workbench.devices.simulated import simulated_machine
+from workbench.devices.cost import DISKS
+from workbench.devices.simulated import SimulatedDevice, simulated_machine
 from workbench.errors import AllocationError, ModelError, ParameterError, shown
 from workbench.expertflow.cache import ExpertCache, Future, policy_named
+from workbench.expertflow.disk import DiskTier
 from workbench.expertflow.engine import Counters, ExpertEngine, expert_weights
 from workbench.expertflow.forecast import Forecaster
 from workbench.expertflow.pool import ExpertPool
@@ -93,7 +95,8 @@ def offload(model: Model, budget: int | float | str, *, policy: str = "lru", sco
             storage: str | None = None, mmap: bool = True, host_below: int | str = 0, prefetches: int = 4,
             granularity: str = "expert", backends: Sequence[Backend] | str | None = None, n_ctx: int | None = None, n_batch: int = 512,
             n_seq_max: int = 1, recording: bool = False, verify: bool = False, scrub: bool = False, future: Future | None = None,
-            hot: np.ndarray | None = None, trace: Trace | None = None) -> Offloaded:  # fmt: skip
+            hot: np.ndarray | None = None, host_slots: int | None = None, disk: str = "nvme-pcie4",
+            trace: Trace | None = None) -> Offloaded:  # fmt: skip
     """Open a session over `model` whose experts have `budget` bytes on the device.
 
     policy, scope, future, hot: see `ExpertCache`; forecast, host_below, prefetches, granularity: see `ExpertEngine`. storage: the experts
@@ -101,8 +104,9 @@ def offload(model: Model, budget: int | float | str, *, policy: str = "lru", sco
     host stays in the mapped file, which is pageable: a copy from there keeps the host waiting, so that a prefetch hides nothing; without,
     it is copied into pinned memory, from which a card copies while the host goes on. backends: a machine, or a preset's name, such as
     "rtx3090-pcie4" (default: a round-numbered simulated card), whose first device computes the experts of any batch.
-    verify: compare what products read with the host's bytes; scrub: overwrite what is evicted. Raises ParameterError where the budget is
-    below the experts of one token, with the least that works.
+    host_slots: experts that the host's memory holds (default: all); a simulated card waits for others to be read from `disk`, one of
+    `devices.cost.DISKS`. verify: compare what products read with the host's bytes; scrub: overwrite what is evicted. Raises
+    ParameterError where the budget is below the experts of one token, with the least that works.
     """
     weights = expert_weights(model)
     if not weights:
@@ -132,6 +136,8 @@ def offload(model: Model, budget: int | float | str, *, policy: str = "lru", sco
         try:
             pool = ExpertPool(backends[0], weights, room, least=k * share + staging, scrub=scrub, verify=verify)
             opened.callback(pool.close)
+            if host_slots is not None:
+                pool.disk = _tier(backends[0], host_slots, disk)
             members = {size: sum(s == size for s in pool.sizes.values()) for size in pool.classes}
             slots = {size: (len(found) - staging) // (members[size] if scope == "layer" else 1) for size, found in pool.classes.items()}
             cache = ExpertCache(policy, slots, layers, n_expert, scope=scope, sizes=[pool.sizes[i] for i in layers], least=k,
@@ -148,3 +154,9 @@ def offload(model: Model, budget: int | float | str, *, policy: str = "lru", sco
         opened.pop_all()
     scheduler.trace = trace
     return Offloaded(session, engine, scheduler, host, own_host=storage is not None)
+
+
+def _tier(card: Backend, slots: int, disk: str) -> DiskTier:
+    if disk not in DISKS or not isinstance(card, SimulatedDevice):
+        raise ParameterError(f"experts on disk {shown(disk)!r} for {card.name}", f"a simulated card, and one of {', '.join(DISKS)}")
+    return DiskTier(card, slots, DISKS[disk])

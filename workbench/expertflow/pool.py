@@ -15,6 +15,7 @@ import numpy as np
 
 from workbench.devices.backend import Backend, Buffer, BufferType, Event
 from workbench.errors import ParameterError, StorageError, shown
+from workbench.expertflow.disk import DiskTier
 from workbench.kernels.weights import DecodedWeights, blas_can_read
 from workbench.tensors.dtype import dtype
 from workbench.tensors.storage import Usage
@@ -91,6 +92,7 @@ class ExpertPool:
         self.where: dict[Expert, Slot] = {}
         self.n_loads = 0
         self.link: Event | None = None  # the end of the last copy that was asked for
+        self.disk: DiskTier | None = None  # where experts come from that the host's memory does not hold
         self._views = {w: SlotView(self, layer, m) for layer, merged in self.weights.items() for m, w in enumerate(merged)}
         self.views = {layer: [self._views[w] for w in merged] for layer, merged in self.weights.items()}
 
@@ -138,6 +140,9 @@ class ExpertPool:
         weight, tag = self.weights[layer][m], (layer, expert, slot.load)
         nbytes, first = weight.nb[2], len(slot.unsent) == len(self.weights[layer])
         start = weight.offset + expert * nbytes
+        if first and self.disk is not None:
+            read = self.disk.want(layer, expert, self.expert_bytes(layer))
+            slot.read = max((read, slot.read or read), key=lambda event: getattr(event, "time", 0))
         self._send(slot, m, self.matrix(slot, layer, m), weight.require_data().host_bytes()[start : start + nbytes])
         slot.unsent.remove(m)
 
