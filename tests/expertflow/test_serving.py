@@ -73,7 +73,7 @@ def test_capacity_follows_free_memory():
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.dictionaries(st.integers(0, 11), st.integers(0, 3 * 10**9), max_size=12), st.sampled_from([0, 10**7, FOREVER]), st.integers(1, 4),
+@given(st.dictionaries(st.integers(0, 11), st.integers(0, 6 * 10**8), max_size=12), st.sampled_from([0, 10**7, FOREVER]), st.integers(1, 4),
        st.integers(4, 48), st.sampled_from([0, 10**8]), st.booleans())
 def test_a_request_withdrawn_at_any_time_leaves_nothing(withdraw, max_wait, merge, slots, every, forecast):
     told = TRUE if forecast else None
@@ -86,6 +86,15 @@ def test_a_request_withdrawn_at_any_time_leaves_nothing(withdraw, max_wait, merg
     whole = 12 - out.withdrawn
     assert sum(n for n, _ in out.batches) >= whole * 3 * ROUTES.n_layers * ROUTES.k
     assert out.longest_wait >= 0 and len(out.latencies) == out.n_tokens
+
+
+def test_withdrawn_before_its_attention():
+    server = _Server(ROUTES, COSTS, LATENCY, 24, 3, 2, 0, "lru", None)
+    server._news()                                                                # all three are there
+    server.withdraw = {1: 0}
+    server._news()
+    assert server.prepared == {0: [0, 2]}
+    assert (server.run().n_tokens, server.out.withdrawn) == (4, 1)
 
 
 def test_withdrawn_before_it_comes_it_takes_nothing():
