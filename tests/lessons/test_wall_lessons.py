@@ -111,3 +111,26 @@ def test_printed_choices_do_not_hang_on_the_last_bits(routes):
     two_decimals = best * 100 % 1
     assert np.abs(two_decimals - 0.5).min() > 1e-3
     assert [s.layer for s in evaluate(routes.predictors["gate-1"], seen, top(2))] == [1, 2, 3, 4, 5]
+    for key in ("gate-1", "non-linear-1", "oracle"):                                             # in half of the time
+        assert routes.beside_cpu(key).per_token < 0.55 * routes.run(key).per_token and routes.beside_cpu(key).ns < routes.beside_cpu().ns
+
+
+# ---- lesson 27
+
+
+def test_captions_of_lesson_27_are_true():
+    """A forecast pays in all four cases, by a tenth with small experts and by a few percent with large ones; caches live on repetition."""
+    own = open_lesson("27").state
+    for name, least, most in (("tiny-mixtral-f16", 0.01, 0.08), ("tiny-deepseek-f16", 0.08, 0.2)):
+        model = own.open(name)
+        for slots in model.shares:
+            runs, gate = model.ledgers(slots), model.hybrids(slots)["gate 1 ahead"].per_token
+            lru, cpu, hot, best = (runs[w].per_token for w in ("LRU, on demand", "all on the CPU", "hot ones stay, others on the CPU",
+                                                               "bound: oracle, prefetching"))
+            assert least < 1 - gate / min(cpu, hot) < most and lru - gate > 0.5 * (lru - best)
+            assert runs["gate 1 ahead"].per_token > lru                                          # as long as misses are loaded
+    disk = [own.open("tiny-mixtral-f16").hybrids(4, gb * 10**9)["gate 1 ahead"] for gb in (96, 64, 32)]
+    assert disk[0].disk_reads <= 48 and disk[0].ns < disk[1].ns < disk[2].ns                     # with room for all, each is read once at most
+    rates = [own.rates(n) for n in (1, 4, 16, 32)]
+    assert [r.cache for r in rates] == sorted((r.cache for r in rates), reverse=True) and all(0.48 < r.hot < 0.54 for r in rates)
+    assert round(rates[0].cache, 2) == 0.69 and rates[3].used > 7.5

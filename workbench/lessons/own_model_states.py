@@ -220,7 +220,7 @@ class Lesson27:
         return diagram(c, batches, links, memories, c.shape.n_moe * 4 * c.expert_bytes, self.rates, _with_forecast)
 
     def rates(self, batch: int) -> Rates:
-        """Hit rates with slots for half of the experts, by replay; from 32 sequences on, all eight experts are in use."""
+        """Hit rates with slots for half of the experts, by replay; more sequences than 32 count as 32: nearly all are in use."""
         return _rates(min(batch, 32))
 
     def published_points(self) -> list[tuple[int, float, str]]:
