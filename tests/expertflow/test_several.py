@@ -15,7 +15,7 @@ from workbench.expertflow import lanes
 from workbench.expertflow.engine import expert_weights
 from workbench.expertflow.forecast import Forecaster
 from workbench.expertflow.observe import Gates
-from workbench.expertflow.offload import expert_bytes
+from workbench.expertflow.offload import expert_bytes, offload
 from workbench.expertflow.placement import Placement, place
 from workbench.expertflow.pool import ExpertPool
 from workbench.expertflow.several import offload_across
@@ -344,3 +344,25 @@ def test_a_budget_too_small_leaves_nothing_behind():
             with pytest.raises(ParameterError, match="GPU0's part of the budget(.|\n)*slots"):
                 offload_across(model, 0.01, backends=machine, placement=placed)
             assert [card.buffer_type.used for card in machine[:2]] == [0, 0]
+
+
+@pytest.mark.parametrize("open_one", [
+    lambda model, cards: offload_across(model, 0.4, backends=cards, n_ctx=64),
+    lambda model, cards: offload_across(model, 0.4, backends=cards, n_ctx=64, placement=spread(model, 2)),
+    lambda model, cards: offload(model, 0.4, backends=cards, n_ctx=64)], ids=["layers divided", "experts divided", "one pool"])
+@pytest.mark.parametrize("which", [0, 1])
+def test_whatever_does_not_fit_nothing_stays_behind(model, open_one, which):
+    """The n-th allocation on a card fails, for every n: weights, slots, the cache of keys and values, boards, results."""
+    cards, failed = simulated_machine(2, offload_min_batch=1), 0
+    while True:
+        cards[which].buffer_type.fail_allocation = failed + 1
+        try:
+            run = open_one(model, cards)
+        except AllocationError:
+            failed += 1
+            assert [card.buffer_type.used for card in cards] == [0, 0, 0]
+        else:
+            break
+    cards[which].buffer_type.fail_allocation = 0
+    run.close()
+    assert failed > 2 and [card.buffer_type.used for card in cards] == [0, 0, 0]

@@ -145,6 +145,7 @@ def offload(model: Model, budget: int | float | str, *, policy: str = "lru", sco
             engine = ExpertEngine(pool, cache, forecast, host_below=host_below, prefetches=prefetches, staging=staging,
                                   granularity=granularity)  # fmt: skip
             scheduler = Scheduler(backends, transfer=engine)
+            opened.callback(scheduler.close)
             session = Session(placed, n_ctx, n_batch, n_seq_max, scheduler=scheduler, recording=recording)
         except AllocationError as e:
             rest = sum(b.size for b in placed.buffers if b.buffer_type is backends[0].buffer_type)

@@ -34,7 +34,6 @@ class PeerBlock(Block):
         assert ids is not None
         self.home, self.card, self.ids = home, card, ids
         self.inner: list[Tensor] = []
-        self.constants: list[Buffer] = []
         self._states: list[Tensor] = []
         super().__init__([node for nodes in visit.block for node in nodes])
         self.visit = Visit(visit.layer, [self.twins[p] for p in visit.products], [[self.twins[n] for n in self.nodes]])
@@ -51,7 +50,7 @@ class PeerBlock(Block):
         if isinstance(storage, SlotView):
             twin.place(self.card.pool.view(storage.weight))
         elif storage is not None and storage.usage is Usage.WEIGHTS:
-            self.constants.append(buffer := self.card.pool.device.buffer_type.alloc_buffer(source.nbytes, Usage.WEIGHTS))
+            self.home.among.constants.append(buffer := self.card.pool.device.buffer_type.alloc_buffer(source.nbytes, Usage.WEIGHTS))
             twin.place(buffer)
             copy_tensor(source, twin)
         else:
@@ -183,6 +182,7 @@ class Engines(Mover):
         self.traffic, self.wanted = Traffic(len(engines)), dict[int, int]()
         self.announced: dict[int, np.ndarray] = {}
         self.blocks: dict[Visit, list[PeerBlock]] = {}
+        self.constants: list[Buffer] = []  # of all blocks
         self._boards: list[Board] = []
         self._of, self._others = {id(e.pool.device): e for e in engines}, UsedExperts()
         for d, engine in enumerate(engines):
@@ -231,10 +231,9 @@ class Engines(Mover):
     def _clear(self) -> None:
         for engine in self.engines:
             engine.pool.device.synchronize()
-        for block in (b for blocks in self.blocks.values() for b in blocks):
-            for buffer in block.constants:
-                buffer.close()
-        self.blocks = {}
+        for buffer in self.constants:
+            buffer.close()
+        self.blocks, self.constants = {}, []
 
     def begin(self) -> None:
         """A run starts on all cards."""

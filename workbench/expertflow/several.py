@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 
 from workbench.devices.backend import Backend, DeviceType
 from workbench.devices.simulated import SimulatedDevice, simulated_machine
@@ -83,32 +84,31 @@ def offload_across(model: Model, budget: int | float | str, n_devices: int | Non
     for layer in range(model.hparams.n_layer):
         rules[rf"^blk\.{layer}\."] = cards[max((d for d in first if first[d] <= layer), default=0)]
     pinned = None if mmap else machine[-1].buffer_type
-    placed, pools = place_weights(model, machine, overrides=rules, pinned=pinned), list[ExpertPool]()
-    weights = expert_weights(placed)
-    owner = {w: homes[layer] for layer, merged in weights.items() for w in merged}
-    placed.layer_types = [placed.homes[f"blk.{i}.attn_norm.weight"].buffer_type for i in range(model.hparams.n_layer)]
-    try:
-        engines = []
+    with ExitStack() as opened:
+        placed = place_weights(model, machine, overrides=rules, pinned=pinned)
+        opened.callback(placed.close)
+        weights, engines = expert_weights(placed), []
+        owner = {w: homes[layer] for layer, merged in weights.items() for w in merged}
+        placed.layer_types = [placed.homes[f"blk.{i}.attn_norm.weight"].buffer_type for i in range(model.hparams.n_layer)]
         for d, card in enumerate(cards):
             if isinstance(card, SimulatedDevice):
                 card.offers = lambda node, d=d: owner.get(node.src[0], d) == d
             mine = {layer: weights[layer] for layer in layers if placement is not None or homes[layer] == d}
             try:
-                pools.append(pool := ExpertPool(card, mine, shares[d], least=least, verify=verify))
+                pool = ExpertPool(card, mine, shares[d], least=least, verify=verify)
             except ParameterError as error:
                 raise ParameterError(f"{card.name}'s part of the budget: {error.found}", error.expected, error.hint) from None
+            opened.callback(pool.close)
             slots = {size: len(found) for size, found in pool.classes.items()}
             cache = ExpertCache(policy, slots, list(mine), model.hparams.n_expert, scope="global", sizes=list(pool.sizes.values()),
                                 least=least)  # fmt: skip
             engines.append(CardEngine(pool, cache, forecast, prefetches=prefetches, granularity=granularity))
         among = Engines(engines, homes, placement, copies)
+        opened.callback(among.close)
         scheduler = Scheduler(machine, transfer=among)
+        opened.callback(scheduler.close)
         session = Session(placed, n_ctx, n_batch, n_seq_max, scheduler=scheduler, recording=recording)
-    except BaseException:
-        for pool in pools:
-            pool.close()
-        placed.close()
-        raise
+        opened.pop_all()
     scheduler.trace = trace
     return Across(session, among, scheduler)
 

@@ -40,8 +40,13 @@ class KVCache:
         self.nbytes = sum(t.nbytes for t in (*self.k, *self.v))
         if buffer_type is not None:
             types = [buffer_type] * hp.n_layer if isinstance(buffer_type, BufferType) else list(buffer_type)
-            for memory in dict.fromkeys(types):
-                self._place(memory, [t for i, own in enumerate(types) if own is memory for t in (*self.k[i : i + 1], *self.v[i : i + 1])])
+            try:
+                for memory in dict.fromkeys(types):
+                    mine = [i for i, own in enumerate(types) if own is memory]
+                    self._place(memory, [t for i in mine for t in (*self.k[i : i + 1], *self.v[i : i + 1])])
+            except BaseException:
+                self.close()
+                raise
         self.seq = np.full(self.n_ctx, FREE, np.int32)
         self.pos = np.zeros(self.n_ctx, np.int32)
 
