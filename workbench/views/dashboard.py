@@ -185,7 +185,7 @@ def _memory(board: Board) -> str:
         if width > 7 * len(name):
             parts.append(_text(x + 3, 17, name))
         x += width
-        said.append(f"{name} {size / 2**30:.1f} GiB" if size > 2**28 else f"{name} {size / 2**20:.0f} MiB")
+        said.append(f"{name} {size / 2**30:.1f} GiB" if size > 2**28 else f"{name} {size / 2**20:.1f} MiB")
     parts.append(_bar(4, 4, WIDTH - 10, 18, "none", "", "#111"))
     title = f"Memory of {board.limit / 2**30:.0f} GiB: " + ", ".join(said)
     return _figure(26, title, title, parts)
