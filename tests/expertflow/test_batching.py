@@ -144,6 +144,12 @@ def test_limits_that_make_no_sense(wrong):
         Limits(**wrong)
 
 
+@pytest.mark.parametrize("k, threshold", [(0, 1), (2, 0), (2, -3)])
+def test_queues_that_make_no_sense(k, threshold):
+    with pytest.raises(ParameterError):
+        TokenQueues(LATENCY, k, threshold)
+
+
 def test_classes_and_bad_tokens():
     assert LATENCY.max_wait == 0 and THROUGHPUT.max_wait == FOREVER
     queues = TokenQueues(LATENCY, 2, 1)

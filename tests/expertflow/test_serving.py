@@ -22,7 +22,7 @@ TRUE = replace(forecast_of(Oracle(), seen_routes(ROUTES), top(2)), ahead=1)
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.integers(1, 12), st.integers(1, 5), st.sampled_from([0, 10**6, 10**7, FOREVER]), st.integers(1, 40), st.integers(1, 4), st.integers(4, 48),
+@given(st.integers(1, 12), st.integers(1, 5), st.sampled_from([0, 10**6, 10**7, FOREVER]), st.integers(1, 40), st.integers(1, 4), st.integers(1, 48),
        st.sampled_from([0, 10**7]), st.sampled_from(["lru", "lfu"]))
 def test_every_request_gets_its_tokens(n, tokens, max_wait, capacity, merge, slots, every, policy):
     out = serve(ROUTES, COSTS, Limits(capacity, max_wait, None, merge), slots, n_requests=n, n_tokens=tokens, every=every, policy=policy)
@@ -55,7 +55,8 @@ def test_waiting_for_ever_can_be_slower_than_not_waiting():
     assert serve(ROUTES, COSTS, THROUGHPUT, 24, n_requests=32).throughput < serve(ROUTES, COSTS, LATENCY, 24, n_requests=32).throughput
 
 
-@pytest.mark.parametrize("wrong", [{"n_requests": 0}, {"n_requests": 1000}, {"n_tokens": 0}, {"every": -1}])
+@pytest.mark.parametrize("wrong", [{"n_requests": 0}, {"n_requests": 1000}, {"n_tokens": 0}, {"every": -1}, {"every": float("nan")},
+                                   {"n_requests": 2, "sequences": [3, 1000]}, {"withdraw": {8: 0}}, {"withdraw": {-1: 10**6}}])
 def test_bad_requests(wrong):
     with pytest.raises(ParameterError):
         serve(ROUTES, COSTS, LATENCY, 24, **wrong)
@@ -74,7 +75,7 @@ def test_capacity_follows_free_memory():
 
 @settings(max_examples=40, deadline=None)
 @given(st.dictionaries(st.integers(0, 11), st.integers(0, 6 * 10**8), max_size=12), st.sampled_from([0, 10**7, FOREVER]), st.integers(1, 4),
-       st.integers(4, 48), st.sampled_from([0, 10**8]), st.booleans())
+       st.integers(1, 48), st.sampled_from([0, 10**8]), st.booleans())
 def test_a_request_withdrawn_at_any_time_leaves_nothing(withdraw, max_wait, merge, slots, every, forecast):
     told = TRUE if forecast else None
     server = _Server(ROUTES, COSTS, Limits(32, max_wait, None, merge), slots, 12, 3, every, "lru", None)
@@ -101,6 +102,12 @@ def test_withdrawn_before_it_comes_it_takes_nothing():
     few = serve(ROUTES, COSTS, LATENCY, 24, n_requests=4, n_tokens=3)
     many = serve(ROUTES, COSTS, LATENCY, 24, n_requests=8, n_tokens=3, withdraw=dict.fromkeys(range(4, 8), 0))
     assert (many.n_tokens, many.ns, many.loads, many.withdrawn) == (few.n_tokens, few.ns, few.loads, 4)
+
+
+def test_with_all_requests_withdrawn_there_is_nothing_to_average():
+    out = serve(ROUTES, COSTS, LATENCY, 24, n_requests=2, withdraw={0: 0, 1: 0})
+    assert (out.withdrawn, out.n_tokens, out.ns, out.throughput, out.causes()) == (2, 0, 0, 0.0, {})
+    assert np.isnan([out.latency(), out.latency(0.95), out.batch, out.loads_per_token, out.wait]).all()
 
 
 def test_forecasts_shorten_waits_of_one_stream_and_a_wrong_one_costs():

@@ -168,6 +168,8 @@ class TokenQueues:
                  wanted: Callable[[int, int], float] = lambda layer, expert: 0.0) -> None:  # fmt: skip
         self.limits, self.k, self.resident, self.wanted = limits, k, resident, wanted
         self.threshold = limits.threshold or threshold
+        if k < 1 or self.threshold < 1:
+            raise ParameterError(f"k={k}, threshold={self.threshold}", "1 or more experts of a token, and tokens that are worth a load")
         self.queues: dict[tuple[int, int], deque[Waiting]] = {}
         self.missing: dict[int, int] = {}  # token -> results still to come
         self.longest_wait = self.waited = 0

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from workbench.errors import ParameterError
+from workbench.errors import ParameterError, shown
 from workbench.expertflow.batching import FOREVER, Announced, Batch, Limits, Readings, TokenQueues, worthwhile
 from workbench.expertflow.cache import ExpertCache
 from workbench.expertflow.replay import Forecast
@@ -47,27 +47,27 @@ class Served:
 
     @property
     def throughput(self) -> float:
-        """Tokens per second of the whole configuration."""
-        return self.n_tokens / (self.ns / 1e9)
+        """Tokens per second of the whole configuration; 0 where all requests were withdrawn, whose averages below are not a number."""
+        return self.n_tokens / (self.ns / 1e9) if self.n_tokens else 0.0
 
     def latency(self, share: float = 0.5) -> float:
         """Milliseconds per token, the median or another quantile."""
-        return float(np.quantile(self.latencies, share)) / 1e6
+        return float(np.quantile(self.latencies, share)) / 1e6 if self.latencies else np.nan
 
     @property
     def batch(self) -> float:
         """Tokens per expert batch, on average."""
-        return float(np.mean([n for n, _ in self.batches]))
+        return float(np.mean([n for n, _ in self.batches])) if self.batches else np.nan
 
     @property
     def loads_per_token(self) -> float:
         """Expert loads per token of the whole configuration."""
-        return self.loads * self.scale / self.n_tokens
+        return self.loads * self.scale / (self.n_tokens or np.nan)
 
     @property
     def wait(self) -> float:
         """Milliseconds that a token stands in a queue, on average, unscaled as limits are."""
-        return self.waited / sum(n for n, _ in self.batches) / 1e6
+        return self.waited / (sum(n for n, _ in self.batches) or np.nan) / 1e6
 
     def causes(self) -> dict[str, int]:
         """How many batches were served for which reason."""
@@ -82,16 +82,19 @@ def serve(trace: RouteTrace, costs: Costs, limits: Limits, slots: int, *, n_requ
           prefetch: bool = True, withdraw: Mapping[int, int] | None = None) -> Served:  # fmt: skip
     """Serve `n_requests` sequences of a trace, `n_tokens` tokens each, one arriving every `every` nanoseconds.
 
-    limits: of the queues; slots: of all layers together, as many as k at least. adapt: batches after which threshold and
-    capacity follow what was measured (0: never), with `free` bytes for all queues. forecast: of this trace; of two equal queues the one
-    for which more tokens are announced comes first, and with `prefetch` an idle link brings what is announced. withdraw: request -> the
-    time at which it is withdrawn. Raises ParameterError where the trace has fewer sequences, or a forecast is of another one.
+    limits: of the queues, of which no more are merged than there are slots; slots: of all layers together. adapt: batches after which
+    threshold and capacity follow what was measured (0: never), with `free` bytes for all queues (none: one place each). forecast: of this
+    trace; of two equal queues the one for which more tokens are announced comes first, and with `prefetch` an idle link brings what is
+    announced. withdraw: request -> the time at which it is withdrawn. Raises ParameterError where the trace has not these sequences, a
+    forecast is of another one, or an unknown request is withdrawn.
     """
     server = _Server(trace, costs, limits, slots, n_requests, n_tokens, every, policy, sequences)
     if forecast is not None and forecast.wanted.shape != (wanted := (trace.n_layers, trace.n_tokens, trace.n_expert)):
         raise ParameterError(f"a forecast of shape {forecast.wanted.shape}", f"{wanted}: that of this trace")
     server.forecast, server.prefetch, server.adapt, server.free = forecast, prefetch, adapt, free
     server.withdraw = dict(withdraw or {})
+    if unknown := server.withdraw.keys() - range(n_requests):
+        raise ParameterError(f"withdrawn: {', '.join(map(shown, unknown))}", f"requests, 0 to {n_requests - 1}")
     return server.run()
 
 
@@ -101,8 +104,11 @@ class _Server:
     def __init__(self, trace: RouteTrace, costs: Costs, limits: Limits, slots: int, n_requests: int, n_tokens: int, every: int, policy: str,
                  sequences: Sequence[int] | None) -> None:  # fmt: skip
         numbers = np.unique(trace.sequences) if sequences is None else np.asarray(sequences)
-        if not 1 <= n_requests <= len(numbers) or n_tokens < 1 or every < 0:
-            raise ParameterError(f"{n_requests} requests of {n_tokens} tokens", f"1 to {len(numbers)} requests, 1 token or more")
+        if not 1 <= n_requests <= len(numbers) or n_tokens < 1 or not every >= 0:
+            raise ParameterError(f"{n_requests} requests of {n_tokens} tokens, one every {every} ns",
+                                 f"1 to {len(numbers)} requests, 1 token or more, 0 ns or more")  # fmt: skip
+        if unknown := set(numbers.tolist()) - set(trace.sequences.tolist()):
+            raise ParameterError(f"sequences {', '.join(map(shown, sorted(unknown)))}", "those of the trace")
         if (trace.n_expert, trace.k) != (costs.shape.router.n_expert, costs.shape.router.n_used):
             raise ParameterError(f"routes with {trace.k} of {trace.n_expert} experts", f"those of {costs.name}")
         self.rows = [np.flatnonzero(trace.sequences == s)[:n_tokens] for s in numbers[:n_requests]]
@@ -115,6 +121,7 @@ class _Server:
         self.prefetch = True
         self.fetched: set[tuple[int, int]] = set()  # on a forecast, and not met by a batch yet
         self.withdraw: dict[int, int] = {}
+        limits = replace(limits, merge=min(limits.merge, slots))  # what is merged is in slots at the same time
         self.queues = TokenQueues(limits, trace.k, worthwhile(costs), self._is_there, self.announced.wanted)
         self.at_once = 2 if slots > 2 + limits.merge else 1  # expert batches that are under way
         self.now = self.link = 0
