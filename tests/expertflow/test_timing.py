@@ -32,23 +32,58 @@ def oracle(trace, ahead=1):
     return Forecast("oracle", wanted, ahead)
 
 
-@settings(max_examples=40, deadline=None)
-@given(st.integers(0, 10**6), st.sampled_from(["lru", "lfu", "predicted", "plec", "oracle"]), st.integers(2, 8), st.sampled_from([1, 4]),
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10**6), st.sampled_from(["lru", "lfu", "predicted", "plec", "static", "oracle"]), st.integers(2, 8), st.sampled_from([1, 4]),
        st.sampled_from(["layer", "global"]), st.sampled_from([0, 2, "auto"]), st.sampled_from(["expert", "matrix"]),
-       st.sampled_from([None, 2, 9]))
-def test_the_ledger_adds_up_and_no_time_is_negative(seed, policy, slots, batch, scope, host_below, granularity, host_slots):
-    trace = routes(seed)
+       st.sampled_from([None, 2, 9]), st.sampled_from(["right", "random", "random of the token"]), st.booleans(), st.sampled_from([0, 5_000_000]))
+def test_the_ledger_adds_up_and_no_stream_does_two_things_at_once(seed, policy, slots, batch, scope, host_below, granularity, host_slots, told,
+                                                                  warm, thinking):  # fmt: skip
+    trace, record = routes(seed), Trace("virtual")
     slots = max(slots, 8 if batch > 1 else 2)
+    host_below = 0 if policy == "oracle" else host_below
     forecast = oracle(trace) if policy in ("predicted", "plec") else None
+    if forecast and told != "right":
+        wanted = np.random.default_rng(seed).random(forecast.wanted.shape)
+        forecast = Forecast(told, wanted * (wanted > 0.7), ahead=told == "random")
     out = simulate(trace, COSTS, policy, slots * (3 if scope == "global" else 1), scope=scope, batch=batch, forecast=forecast, host_below=host_below,
-                   granularity=granularity, host_slots=host_slots)
+                   granularity=granularity, host_slots=host_slots, hot=trace.counts() if warm or policy == "static" else None, thinking=thinking,
+                   record=record)
     assert set(out.ledger) == set(LOSSES) and min(out.ledger.values()) >= 0
     assert sum(out.ledger.values()) == out.ns
-    assert out.useful <= out.prefetches and out.hits <= out.accesses
-    assert (out.ledger["disk"] > 0) == (host_slots is not None) and bool(out.disk_reads) == (host_slots is not None)
+    assert out.late <= out.useful <= out.prefetches and out.hits <= out.accesses <= out.hits + out.demand_loads + out.hosted
+    moved = out.demand_loads + out.prefetches + out.hosted
+    assert (out.disk_reads > 0) == (host_slots is not None and moved > 0) and (out.disk_reads or not out.ledger["disk"])
     if granularity == "expert" and host_slots is None:
         assert out.link_busy == (out.demand_loads + out.prefetches) * COSTS.load
     assert out.link_busy <= (out.demand_loads + out.prefetches) * (COSTS.load + 2 * COSTS.device.link_ns)
+    spans = {}
+    for e in record.of("busy"):
+        spans.setdefault(record.described(e)["device"], []).append((e.start, e.end))
+    for device, busy in spans.items():
+        busy.sort()
+        assert all(a[1] <= b[0] for a, b in zip(busy, busy[1:])), device
+    assert sum(end - start for start, end in spans["device"]) == out.ledger["compute"]
+    assert sum(end - start for start, end in spans.get("link", ())) == out.link_busy
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 10**6), st.integers(2, 7), st.sampled_from(["expert", "matrix"]), st.sampled_from([None, 4]),
+       st.sampled_from(["slots", "link", "memory", "disk"]))
+def test_on_demand_nothing_that_is_better_makes_a_run_slower(seed, slots, granularity, host_slots, better):
+    """LRU keeps with more slots whatever it kept with fewer; and where nothing is fetched ahead, no load stands in another's way."""
+    device, disk, how = COSTS.device, COSTS.disk, {"granularity": granularity, "host_slots": host_slots}
+    quicker = {"slots": COSTS, "link": replace(COSTS, device=replace(device, link=2 * device.link)),
+               "memory": replace(COSTS, device=replace(device, memory=2 * device.memory)),
+               "disk": replace(COSTS, disk=replace(disk, rate=2 * disk.rate))}[better]
+    before, after = simulate(routes(seed), COSTS, "lru", slots, **how), simulate(routes(seed), quicker, "lru", slots + (better == "slots"), **how)
+    assert after.ns <= before.ns and after.demand_loads <= before.demand_loads
+    assert before.ledger["late prefetch"] == before.ledger["wasted prefetch"] == 0
+
+
+@pytest.mark.parametrize("policy", ["belady", "oracle"])
+def test_a_future_that_the_slots_would_not_see_as_a_whole_is_refused(policy):
+    with pytest.raises(ParameterError, match=f"policy {policy} with experts computed on the host"):
+        simulate(routes(0), COSTS, policy, 4, host_below="auto")
 
 
 @settings(max_examples=25, deadline=None)

@@ -19,7 +19,7 @@ import numpy as np
 
 from workbench.devices.cost import DISKS, Disk, Speed, preset
 from workbench.errors import ParameterError, shown
-from workbench.expertflow.cache import ExpertCache, ExpertEvent
+from workbench.expertflow.cache import ExpertCache, ExpertEvent, policy_named
 from workbench.expertflow.replay import Forecast, Stream, cache_for, known_before, walk
 from workbench.moe import RouteTrace
 from workbench.moe.configs import MoEModel, model
@@ -210,7 +210,7 @@ def simulate(trace: RouteTrace | Stream, costs: Costs, policy: str = "lru", slot
     there, and a load that is needed waits for at most a matrix of a prefetch. host_slots: experts of the traced layers that the host's
     memory holds, those used last (default: all); others are read from `costs.disk` first, also to be computed there.
     record: events of what streams and cache did, in the first `recorded` steps or in all. Raises ParameterError where trace and
-    configuration do not fit.
+    configuration do not fit, and for policies that read the future where experts are computed on the host.
     """
     stream = trace if isinstance(trace, Stream) else Stream(trace, batch=batch)
     routes, router = stream.trace, costs.shape.router
@@ -220,6 +220,9 @@ def simulate(trace: RouteTrace | Stream, costs: Costs, policy: str = "lru", slot
         raise ParameterError(f"granularity {shown(granularity)!r}", f"one of {', '.join(GRANULARITIES)}")
     if host_slots is not None and host_slots < router.n_used:
         raise ParameterError(f"host_slots={host_slots!r}", f"{router.n_used} or more: those of a token in one layer")
+    if host_below and policy_named(policy).needs == "future":
+        raise ParameterError(f"policy {policy} with experts computed on the host", "host_below=0",
+                             "its future counts every access, also those that its slots would not see")  # fmt: skip
     cache = cache_for(stream, policy, slots, scope, hot=hot)
     if hot is not None and policy != "static":
         start_warm(cache, hot)
