@@ -107,11 +107,11 @@ class _Server:
         if not 1 <= n_requests <= len(numbers) or n_tokens < 1 or not every >= 0:
             raise ParameterError(f"{n_requests} requests of {n_tokens} tokens, one every {every} ns",
                                  f"1 to {len(numbers)} requests, 1 token or more, 0 ns or more")  # fmt: skip
-        if unknown := set(numbers.tolist()) - set(trace.sequences.tolist()):
-            raise ParameterError(f"sequences {', '.join(map(shown, sorted(unknown)))}", "those of the trace")
         if (trace.n_expert, trace.k) != (costs.shape.router.n_expert, costs.shape.router.n_used):
             raise ParameterError(f"routes with {trace.k} of {trace.n_expert} experts", f"those of {costs.name}")
         self.rows = [np.flatnonzero(trace.sequences == s)[:n_tokens] for s in numbers[:n_requests]]
+        if unknown := [s for s, rows in zip(numbers.tolist(), self.rows, strict=False) if not len(rows)]:
+            raise ParameterError(f"sequences {', '.join(map(shown, unknown))}", "those of the trace")
         self.routes = [trace.experts[:, r].astype(int) for r in self.rows]  # (layers, tokens, k) of each request
         self.costs, self.n_layers = costs, trace.n_layers
         self.scale = costs.shape.n_moe / trace.n_layers
