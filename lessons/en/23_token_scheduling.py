@@ -423,7 +423,8 @@ rows = [row(name, cut, by) for name in ("tiny-mixtral", "tiny-deepseek")
 rows += [row("switch-base-8", "text", "true")]
 rows += [("Switch, another program", "text", "true", "-10.5%", "-10.6%", "-17.4%", "-18.5%")]
 views.table(["routes", "batches cut from", "regrouped by", "T = 4", "8", "16", "32"], rows,
-            "Experts per layer and batch. With 2 of 8 little is saved; forecasts save about half of it.")
+            "Experts per layer and batch. With 2 of 8 little is saved; in a text "
+            "forecasts save about half of it, among requests less or nothing.")
 
 # %% tags=["reveal"]
 saved = state.needed("tiny-mixtral", "text", 8).saved

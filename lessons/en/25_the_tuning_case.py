@@ -64,7 +64,7 @@ views.table(["", "ms"], [("64 loads, one after the other", f"{needed:.0f}"), ("a
 # With a fifth of the experts in slots that cannot be; so the article's model was smaller, or stored in fewer bits. Ratios between steps can
 # be compared all the same.
 #
-# ## 2 · One knob at a time · 9 min
+# ## 2 · One knob at a time · 8 min
 #
 # The first knob is the window: how many layers before its router a layer's experts are named. The predictor is the gate of lesson 21.
 
@@ -91,9 +91,11 @@ lesson.reveal("window", "falls" if recalls[1] < recalls[0] else "rises",
 rows = []
 for fetch in (2, 3, 4, 6):
     out = state.run(replace(state.found(), fetch=fetch))
-    rows.append((fetch, f"{out.recall:.1%}", f"{out.precision:.1%}", f"{out.stream.per_token:.0f}"))
-views.table(["experts named", "recall", "precision", "ms per token"], rows,
-            "From 71% to the article's 96% by naming six of eight; the time per token stays.")
+    each = out.stream.prefetches / (out.stream.n_tokens * state.trace.n_layers)
+    rows.append((fetch, f"{out.recall:.1%}", f"{out.precision:.1%}", f"{each:.2f}",
+                 f"{out.stream.per_token:.0f}"))
+views.table(["experts named", "recall", "precision", "fetched ahead, per layer", "ms per token"], rows,
+            "From 71% to the article's 96% by naming six of eight; five slots have room for one a layer.")
 
 # %% [markdown]
 # Now the article's three steps in its order, each keeping the ones before. Two times stand side by side: of a single stream, and of eight
@@ -113,7 +115,7 @@ views.ledger_picture({"as found": last["as found"].stream, "window 3": last["pre
                      "Nearly all of the time is waiting for the link, whatever the window.")
 
 # %% [markdown]
-# ## 3 · Does the order hold? · 10 min
+# ## 3 · Does the order hold? · 9 min
 #
 # The article: "first the predictor, then the queues, last the pool", since each is said to bring less than the one before.
 
@@ -237,21 +239,22 @@ lesson.check("slots", slots, expected, cases)
 #
 # ## 5 · Symptom, counter, knob · 8 min
 #
-# Each row is a pair of settings: the first shows the symptom in its counter, the second mends it. The last column says what that did to the
-# time, which is not always what one hoped.
+# Each row is a pair of settings: the first shows the symptom in its counter, the second mends it. The last columns say what that did to the
+# time, which is not always what one hoped: of a single stream, which has no queues, and the median of eight requests, which have no forecast.
 
 # %%
 rows = []
 for row in state.symptoms():
     a, b = (state.run(s, "q4_0") for s in (row.shows, row.mended))
     rows.append((row.name, row.counter, f"{row.read(a):.2f}", row.knob, f"{row.read(b):.2f}",
-                 f"{a.stream.per_token:.0f} → {b.stream.per_token:.0f}"))
-views.table(["symptom", "counter", "shows", "knob", "mended", "ms per token"], rows,
+                 f"{a.stream.per_token:.0f} → {b.stream.per_token:.0f}",
+                 f"{a.served.latency():.0f} → {b.served.latency():.0f}"))
+views.table(["symptom", "counter", "shows", "knob", "mended", "ms, one stream", "of eight"], rows,
             state.costs("q4_0").name)
 
 # %% [markdown]
-# Read the first row twice: recall goes up, and the token gets *slower*. Fetching twice as many experts fills the link with those that nobody
-# uses.
+# Read the first row twice: recall goes up, and the token gets *slower*. Fetching three times as many experts fills the link with those that
+# nobody uses. And where nobody waits for ever any more, the longest wait falls while the median rises.
 
 # %% tags=["predict"]
 lesson.predict("better")
@@ -292,10 +295,19 @@ views.table(["policy", *heads], rows,
 # With the host and no forecast nothing is ever loaded; with the gate and no host the link carries more than LRU's. Together the link
 # brings what is likely, and the host does the rest.
 #
-# ## 6 · Find the fault · 6 min
+# ## 6 · Find the fault · 8 min
 #
-# The article's three listings, and what is wrong with each. **One**: the predictor is a layer on the same hidden state that the router reads
-# in the next line. It looks ahead by nothing, so a load that it starts has no time to finish; and it fetches exactly k.
+# The article's three listings; each holds a fault. **One**, the router, its logic in our words:
+#
+# ```
+# def forward(x):
+#     preload(topk(predictor(x), k))       # loads begin
+#     chosen = topk(router(x), k)          # the router's own choice
+#     return dispatch(x, chosen)           # waits for what is missing
+# ```
+
+# %% tags=["predict"]
+lesson.predict("listing")
 
 # %%
 c = state.costs("q4_0")
@@ -305,6 +317,12 @@ views.table(["from the forecast to the router's choice", "µs", "a load, µs"],
              ("one layer ahead: a layer's attention and experts",
               f"{(c.attention(1) + 2 * c.expert(1)) / 1e3:,.0f}", f"{c.load / 1e3:,.0f}")],
             c.name)
+
+# %% tags=["reveal"]
+early, layer = c.device.launch_ns, c.attention(1) + 2 * c.expert(1)
+said = "load" if early >= c.load else "layer" if early >= layer else "product"
+lesson.reveal("listing", said, us=f"{early / 1e3:.0f}", load=f"{c.load / 1e3:,.0f}",
+              layer=f"{layer / 1e3:,.0f}")
 
 # %% [markdown]
 # **Two**: the timeout. Below are its rules in our words.
@@ -345,8 +363,11 @@ cases = [((100, 108), 109, 10), ((100, 108), 110, 10), ((), 500, 10), ((495,), 5
 lesson.check("overdue", overdue, [state.served_now(*case) for case in cases], cases)
 
 # %% [markdown]
-# **Three**: the monitor reads what the allocator has *reserved*. A caching allocator keeps what it once took, so the number does not come down by
-# itself:
+# **Three**: the monitor divides what the allocator has *reserved* by the card's memory. Above 0.9 queues shrink, below 0.7 they widen. A long
+# prompt fills 95 of 100; then 60 of it are freed, and decoding goes on with little more.
+
+# %% tags=["predict"]
+lesson.predict("reserved")
 
 # %%
 memory, rows = ReservedBytes(100), []
@@ -356,6 +377,9 @@ for what, n in (("a long prompt", 95), ("it is done", -60), ("decoding goes on",
                  "widen" if memory.ratio < 0.7 else "nothing"))
 views.table(["", "allocated", "reserved", "the listing will"], rows,
             "40% in use, and it still shrinks its queues: the branch that widens is never reached.")
+
+# %% tags=["reveal"]
+lesson.reveal("reserved", rows[-1][-1], used=rows[-1][1], kept=rows[-1][2])
 
 # %% [markdown]
 # ## 7 · All knobs · 3 min

@@ -34,6 +34,8 @@ def test_every_symptom_shows_in_its_counter_and_its_knob_mends_it(state, kind):
     found = state.symptoms(kind)
     assert len({row.name for row in found}) == 7 and all(state.mends(row, kind) for row in found)
     assert not any(state.mends(row._replace(mended=row.shows), kind) for row in found)
+    low, high = (found[0].read(state.run(s, kind)) for s in (found[0].shows, found[0].mended))
+    assert low < 0.9 < high                                                      # the row's name says 90 %
 
 
 @pytest.mark.parametrize("kind", ["f16", "q4_0"])
@@ -44,7 +46,8 @@ def test_forecasts_pay_with_misses_on_the_host_and_not_without(state, kind):
     assert both < 0.75 * lru < lru < min(alone, hosted)
 
 
-@pytest.mark.parametrize("wrong", [{"capacity": 0}, {"merge": 0}, {"predictor": "crystal ball"}])
+@pytest.mark.parametrize("wrong", [{"capacity": 0}, {"merge": 0}, {"predictor": "crystal ball"}, {"link": 0}, {"link": -25.0},
+                                   {"link": float("nan")}, {"wait": float("nan")}, {"wait": float("inf")}, {"hidden": -5}])
 def test_knobs_that_do_not_exist(state, wrong):
     with pytest.raises(ParameterError):
         state.bench("q4_0").run(Settings(**wrong))

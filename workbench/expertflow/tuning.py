@@ -91,9 +91,13 @@ class Bench:
         return replace(self.seen, routes=self.stream.trace, states=self.seen.states[:, :n], inputs=self.seen.inputs[:, :n])
 
     def run(self, settings: Settings) -> Outcome:
-        """Run it. Raises ParameterError for knobs that do not exist or leave no slot for a token's experts."""
+        """Run it, with as many slots as a token has experts at least. Raises ParameterError for knobs that do not exist or make no
+        sense."""
         if settings.predictor not in PREDICTORS:
             raise ParameterError(f"predictor {shown(settings.predictor)!r}", f"one of {', '.join(PREDICTORS)}")
+        if not (0 < settings.link < np.inf and settings.wait < np.inf and settings.hidden >= 0):
+            raise ParameterError(f"link={settings.link} GB/s, wait={settings.wait} ms, hidden={settings.hidden}",
+                                 "a link above 0, a width of 0 or more, and numbers", "wait=-1 waits for ever")  # fmt: skip
         k, n_expert = self.stream.trace.k, self.stream.trace.n_expert
         n_layers = self.stream.trace.n_layers if settings.scope == "global" else 1
         slots = settings.slots if not settings.block else self._in_blocks(settings)
@@ -176,12 +180,14 @@ COUNTERS: Mapping[str, Any] = {
 
 
 def symptoms(bench: Bench) -> list[Symptom]:
-    """The table for this bench: each row's first settings show the symptom, its second ones do not."""
+    """The table for this bench: each row's first settings show the symptom; with its second ones the counter is better, if not always
+    the time."""
     k = bench.stream.trace.k
     block = 256 if bench.costs.expert_bytes > 2**28 else max(1, round(bench.costs.expert_bytes / 2**20 * 0.76))
     ahead = Settings("predicted", predictor="gate", window=1, fetch=k)
     return [
-        Symptom("latency jumps, recall below 90 %", "recall", "predictor, fetch more", ahead, replace(ahead, fetch=2 * k)),
+        Symptom("latency jumps, recall below 90 %", "recall", "predictor, fetch more", ahead,
+                replace(ahead, fetch=min(3 * k, bench.stream.trace.n_expert))),
         Symptom("recall is fine, loads are many and late", "ms behind late prefetches", "window of 2 to 4 layers",
                 replace(ahead, predictor="oracle"), replace(ahead, predictor="oracle", window=3)),
         Symptom("queues are full", "full queues", "capacity", Settings(capacity=1, wait=50), Settings(capacity=32, wait=50)),
