@@ -10,13 +10,14 @@ from workbench.trace import Trace
 
 
 class Run:
-    """A session over a card of its own; budget None: everything is on the card. speed: of the card."""
+    """A session over a card of its own; budget None: everything is on the card; "copied": experts on the host, those used are copied by
+    ggml's rule. speed: of the card."""
 
     def __init__(self, model, budget, n_seq_max=1, speed=None, **options):
         self.backends = simulated_machine(offload_min_batch=1, speed=speed)
         self.card, self.trace = self.backends[0], Trace("virtual")
-        if budget is None:
-            self.placed = place_weights(model, self.backends)
+        if budget in (None, "copied"):
+            self.placed = place_weights(model, self.backends, overrides={"_exps": "CPU"} if budget else None)
             self.session = Session(self.placed, scheduler=Scheduler(self.backends), n_ctx=512, n_seq_max=n_seq_max)
             return
         self.offloaded = offload(model, budget, backends=self.backends, n_ctx=512, n_seq_max=n_seq_max, verify=True, scrub=True,
