@@ -269,6 +269,17 @@ def test_nested_limits_are_restored_by_the_last_one():
         assert _blas_threads() == outside
 
 
+def test_an_interrupt_on_the_way_in_leaves_no_run_with_several_threads(monkeypatch):
+    with SINGLE_THREADED_BLAS.controller().limit(limits=2):
+        outside = _blas_threads()
+        with monkeypatch.context() as m, pytest.raises(KeyboardInterrupt):
+            m.setattr(SINGLE_THREADED_BLAS.controller(), "limit", lambda **_: (_ for _ in ()).throw(KeyboardInterrupt))
+            SINGLE_THREADED_BLAS.__enter__()
+        with SINGLE_THREADED_BLAS:
+            assert set(_blas_threads()) <= {1}
+        assert _blas_threads() == outside
+
+
 def test_an_input_may_be_shared_by_plans_of_one_backend(ctx):
     """Two plans use the same work buffer; the larger one does not spoil the smaller one's scratch."""
     cpu = CpuBackend(2)

@@ -1,6 +1,8 @@
 """Sessions: the KV cache, several sequences, buckets, reuse of graphs, recorded routes. Logits: tests/parity/test_logits.py."""
+
 import os
 import shutil
+import sys
 import tracemalloc
 
 import numpy as np
@@ -122,6 +124,39 @@ def test_an_interrupted_step_gives_its_cells_back(small, monkeypatch):
             s.decode([1, 2, 3, 4, 5, 6])
         assert s.cache.n_used == 0 and s.n_past() == 0 and s.routes.n_tokens == 6
         np.testing.assert_array_equal(s.decode([1, 2, 3, 4, 5, 6]), want)
+
+
+def test_an_interrupt_between_any_two_lines_leaves_the_session_as_it_was(small):
+    """Also after the last tokens were computed, and between the cells that were taken and whoever holds them."""
+    code, stopped = Session.decode_batch.__code__, 0
+    with Session(small, n_seq_max=2, recording=True) as s, Session(small, n_seq_max=2) as other:
+        want = other.decode_batch([(0, [1, 2]), (1, [3])], "all")
+        for n in range(1, 60):
+            left = n
+
+            def interrupted(frame, event, arg):
+                nonlocal left
+                if event == "call":
+                    return interrupted if frame.f_code is code else None
+                left -= event == "line"
+                if not left:
+                    raise KeyboardInterrupt
+                return interrupted
+
+            sys.settrace(interrupted)
+            try:
+                got = s.decode_batch([(0, [1, 2]), (1, [3])], "all")
+            except KeyboardInterrupt:
+                stopped += 1
+            else:
+                break
+            finally:
+                sys.settrace(None)
+            if s.n_past(0):  # after the last line that changes anything: all of it happened
+                assert (s.cache.n_used, s.n_past(0), s.n_past(1)) == (3, 2, 1)
+                s.reset()
+            assert (s.cache.n_used, s.n_past(0), s.n_past(1)) == (0, 0, 0)
+        assert stopped > 15 and all(np.array_equal(a, b) for a, b in zip(got, want, strict=True))
 
 
 @settings(max_examples=15)

@@ -150,9 +150,10 @@ class _SingleThreadedBlas:
 
     def __enter__(self) -> None:
         with self._lock:
+            if any(lib.num_threads != 1 for lib in self.controller().lib_controllers):  # also where an interrupt left a user behind
+                limits = self.controller().limit(limits=1)
+                self._limits = self._limits or limits
             self._users += 1
-            if self._users == 1 and any(lib.num_threads != 1 for lib in self.controller().lib_controllers):
-                self._limits = self.controller().limit(limits=1)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         with self._lock:

@@ -85,6 +85,10 @@ class KVCache:
         """Free these cells."""
         self.seq[cells] = FREE
 
+    def cut(self, seq: int, n: int) -> None:
+        """Forget a sequence's tokens from position `n` on."""
+        self.seq[(self.seq == seq) & (self.pos >= n)] = FREE
+
     def clear(self, seq: int) -> None:
         """Forget a sequence (`llama_memory_seq_rm`)."""
         self.seq[self.seq == seq] = FREE

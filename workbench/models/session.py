@@ -85,25 +85,24 @@ class Session:
                              "session.reset(seq) frees a sequence; Session(model, n_ctx=…) makes a larger context")  # fmt: skip
         steps = len(tokens) == len(entries)
         recorded = len(self._recorder) if self._recorder is not None else 0
-        taken: list[np.ndarray] = []
-        logits: list[np.ndarray] = []
+        before, logits = self._next, list[np.ndarray]()
         try:
             for first in range(0, len(tokens), self.n_batch):
                 part = slice(first, first + self.n_batch)
-                taken.append(self.cache.take(seqs[part], positions[part]))
-                logits.append(self._run(tokens[part], seqs[part], positions[part], taken[-1], wanted[part], steps))
-        except BaseException:
-            for cells in taken:
-                self.cache.give_back(cells)
+                cells = self.cache.take(seqs[part], positions[part])
+                logits.append(self._run(tokens[part], seqs[part], positions[part], cells, wanted[part], steps))
+            rows = np.concatenate(logits) if len(logits) > 1 else logits[0]
+            out = list(rows) if outputs == "last" else np.split(rows, np.cumsum([len(given) for _, given in entries])[:-1])
+            more = {seq: len(given) for seq, given in entries}
+            self._next = [n + more.get(seq, 0) for seq, n in enumerate(before)]
+        except BaseException:  # an interrupt may come between any two of these lines
+            self._next = before
+            for seq, _ in entries:
+                self.cache.cut(seq, before[seq])
             if self._recorder is not None:
                 self._recorder.keep(recorded)
             raise
-        for seq, given in entries:
-            self._next[seq] += len(given)
-        rows = np.concatenate(logits) if len(logits) > 1 else logits[0]
-        if outputs == "last":
-            return list(rows)
-        return np.split(rows, np.cumsum([len(given) for _, given in entries])[:-1])
+        return out
 
     def reset(self, seq: int | None = None) -> None:
         """Forget a sequence, or all of them (`llama_memory_seq_rm`, `llama_memory_clear`)."""
