@@ -78,3 +78,12 @@ def test_the_window_gives_way_where_it_holds_most_and_queues_where_nothing_stand
     assert [a.part for a in control.answers[:2]] == ["queues"] * 2 and told[:2] == [6, 4]
     with pytest.raises(ParameterError):
         crowd(model, 0)
+
+
+def test_others_bytes_are_of_parts_that_there_are(model):
+    with offload(model, 0.5) as run:
+        control = Controller(run, LIMIT, 1)
+        control.step({"queues": 4096})
+        assert control.monitor.parts == run.memory() | {"queues": 4096}
+        with pytest.raises(ParameterError, match="zebra"):
+            control.step({"zebra": 1})

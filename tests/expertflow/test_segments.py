@@ -227,6 +227,22 @@ def test_a_request_withdrawn_at_any_time_leaves_nothing_and_changes_nobody_else(
         assert not server.cancel(0)                                                # nothing is on its way
 
 
+def test_a_step_within_a_step_is_refused_and_nothing_of_the_first_is_lost(model, plain):
+    (tokens, logits), refused = plain[0][0], []
+
+    def between():
+        with pytest.raises(ParameterError, match="one after the other"):
+            server.step({5: 7})
+        refused.append(server.now)
+
+    with served(model, between=between) as server:
+        used = server.session.cache.n_used
+        found = server.step(tokens)
+        assert refused and set(found) == set(tokens) and server.session.cache.n_used == used + len(tokens)
+        assert_close(found, logits)
+        assert_nothing_left(server)
+
+
 def test_another_thread_withdraws(model, plain):
     tokens, logits = plain[0][0]
     with served(model, Limits(8, FOREVER)) as server:

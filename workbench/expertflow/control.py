@@ -43,10 +43,12 @@ class Controller:
         self.pressure = Pressure(shares or {"queues": 0.1, "cache": 0.5, "window": 0.1}, dict(most), least, most, **marks)  # type: ignore[arg-type]
 
     def step(self, others: Mapping[str, int] | None = None) -> Answer | None:
-        """Account all parts now, and answer if a reading is due. others: bytes by part besides the run's own."""
+        """Account all parts now, and answer if a reading is due. others: bytes by part besides the run's own. Raises ParameterError for an
+        unknown part."""
         pool, monitor = self.run.engine.pool, self.monitor
-        for part, nbytes in self.run.memory().items():
-            monitor.account(part, nbytes + (others or {}).get(part, 0))
+        mine, others = self.run.memory(), others or {}
+        for part in {**mine, **others}:
+            monitor.account(part, mine.get(part, 0) + others.get(part, 0))
         reading = monitor.look(pool.device.buffer_type.now)
         if reading is None:
             return None

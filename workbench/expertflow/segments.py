@@ -93,7 +93,7 @@ class SegmentServer:
         self.forecast: Forecaster | None = None  # the run's, during a step
         self._on_way: dict[int, Request] = {}
         self._withdrawn: set[int] = set()
-        self._changing = threading.Lock()
+        self._changing, self._stepping = threading.Lock(), threading.Lock()
         self._attentions: dict[tuple[int, int, int], _Attention] = {}
         self._experts: dict[tuple[int, int], _Expert] = {}
 
@@ -102,9 +102,17 @@ class SegmentServer:
 
     def step(self, tokens: dict[int, int]) -> dict[int, np.ndarray]:
         """One more token of each sequence (sequence -> token id); the logits (n_vocab,) of each that was not withdrawn. Where anything
-        fails, none has it: their cells of the cache are given back."""
+        fails, none has it: their cells of the cache are given back. Raises ParameterError while another step runs."""
         if not tokens:
             raise ParameterError("no sequence to decode", "at least one: {sequence: token}")
+        if not self._stepping.acquire(blocking=False):
+            raise ParameterError("a step while another runs", "one after the other", "a step takes any number of sequences")
+        try:
+            return self._step(tokens)
+        finally:
+            self._stepping.release()
+
+    def _step(self, tokens: dict[int, int]) -> dict[int, np.ndarray]:
         session, engine = self.session, self.run.engine
         at = [session.n_past(seq) for seq in tokens]
         cells = session.cache.take(np.array(list(tokens)), np.array(at)).tolist()
