@@ -292,9 +292,9 @@ head = ["texts", "needed: formula", "needed", "fetched", "recall (B_acc)", "prec
 views.table(head, rows, "The same forecast in every line. At 24 texts all is needed: chance is as good.")
 
 # %% [markdown]
-# ## 8 · Found, and slower · 4 min
+# ## 8 · Found, and faster? · 4 min
 #
-# Lesson 20's case: Mixtral-8x7B in q8_0, four slots per layer, LRU: 175 ms per token. Now the network looks ahead; two thirds of the hits become more than four fifths.
+# Lesson 20's case on this lesson's texts: Mixtral-8x7B in q8_0, four slots per layer, LRU: 175 ms per token. Now the network looks ahead; two thirds of the hits become more than four fifths.
 # What does that do to the time?
 
 # %% tags=["predict"]

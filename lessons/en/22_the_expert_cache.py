@@ -309,8 +309,8 @@ views.side_by_side([("hit rate, nothing fetched ahead", lru, alone)], ("LRU", "w
                    "Knowing one layer of the future changes little about who should go.")
 
 # %% [markdown]
-# All of this holds for misses that wait for the link. Where the host computes them instead, nobody waits behind a wrong guess, and a forecast can
-# only add hits: how much that brings, lesson 27 measures (section 8).
+# All of this holds for misses that wait for the link. Where the host computes them instead, nobody waits behind a wrong guess, which still takes a
+# slot and the host's memory time. Which forecasts are worth that, lesson 27 measures (section 8).
 #
 # ## 8 · Replayed and run · 2 min
 #

@@ -286,9 +286,10 @@ views.table([*heads, "gate / best of the CPU"], rows,
             "ms per token, f16. From “hot set” on, misses are computed on the CPU.")
 
 # %% [markdown]
-# Plainly, again. Leaving misses to the CPU is worth most, with any forecast or none. Then a forecast pays in all four cases, for its mistakes wait for nobody: it
-# adds a tenth or more to the best of the CPU with small experts, which come in time, and a few percent with Mixtral's large ones. All
-# forecasts on other texts, with what each costs itself: `python -m benchmarks engine`.
+# Plainly, again. Leaving misses to the CPU is worth most, with any forecast or none. Then the gate's forecast pays in all four cases, since nobody waits for its
+# mistakes: it adds about a tenth, or more, to the best of the CPU with small experts, which come in time, and a few percent with Mixtral's large ones. The token before
+# does not pay there: its copies slow the CPU down by more than its hits save. All forecasts on other texts, with one and with two experts named, and with
+# what each costs itself: `python -m benchmarks engine`.
 #
 # And if the host's memory does not hold the experts either? Mixtral's are 90 GB in f16; the others are read from an NVMe disk, 7 GB/s:
 

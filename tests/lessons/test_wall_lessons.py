@@ -119,7 +119,8 @@ def test_printed_choices_do_not_hang_on_the_last_bits(routes):
 
 
 def test_captions_of_lesson_27_are_true():
-    """A forecast pays in all four cases, by a tenth with small experts and by a few percent with large ones; caches live on repetition."""
+    """The gate's forecast pays in all four cases, by a tenth with small experts and by a few percent with large ones; that of the token before
+    pays with small experts only; caches live on repetition."""
     own = open_lesson("27").state
     for name, least, most in (("tiny-mixtral-f16", 0.01, 0.08), ("tiny-deepseek-f16", 0.08, 0.2)):
         model = own.open(name)
@@ -128,6 +129,8 @@ def test_captions_of_lesson_27_are_true():
             lru, cpu, hot, best = (runs[w].per_token for w in ("LRU, on demand", "all on the CPU", "hot ones stay, others on the CPU",
                                                                "bound: oracle, prefetching"))
             assert least < 1 - gate / min(cpu, hot) < most and lru - gate > 0.5 * (lru - best)
+            before = model.hybrids(slots)["token before"].per_token
+            assert (before > min(cpu, hot)) == (name == "tiny-mixtral-f16") and before < lru
             assert runs["gate 1 ahead"].per_token > lru                                          # as long as misses are loaded
     disk = [own.open("tiny-mixtral-f16").hybrids(4, gb * 10**9)["gate 1 ahead"] for gb in (96, 64, 32)]
     assert disk[0].disk_reads <= 48 and disk[0].ns < disk[1].ns < disk[2].ns                     # with room for all, each is read once at most
