@@ -159,3 +159,11 @@ def test_what_does_not_fit_names_both_parts_and_gives_everything_back(model, mem
     with pytest.raises(AllocationError, match=r"slots of 2,949,120 bytes for experts beside [\d,]+ bytes of weights on GPU") as e:
         offload(model, 24 * F16, backends=backends, storage="f16", n_ctx=4096)
     assert "n_ctx" in str(e.value) and backends[0].buffer_type.used == 0
+
+
+@pytest.mark.parametrize("cards", [1, 2])
+def test_memory_by_part_is_all_that_the_cards_hold(cards):
+    with models.load("tiny-mixtral-f16") as model:
+        machine = simulated_machine(cards, offload_min_batch=1)
+        with offload(model, 0.5, backends=machine, n_ctx=256) as run:
+            assert sum(run.memory().values()) == sum(card.buffer_type.used for card in machine[:-1])

@@ -182,7 +182,7 @@ def record(model: Model, texts: RouteTrace | Sequence[Sequence[int] | np.ndarray
         same = (routes.sets() == given.sets()).all((0, 2)).mean()
         if same < SAME:
             raise ModelError(f"{same:.1%} of the trace's tokens take the same way through {model.name}", f"{SAME:.0%} or more",
-                             "the trace was made with other weights")  # fmt: skip
+                             "the trace was made with other weights, or with these in another storage type; a text fits any")  # fmt: skip
     return Seen(routes, states, inputs, gates)
 
 

@@ -43,14 +43,15 @@ class Offloaded:
         return self.scheduler.trace
 
     def memory(self) -> dict[str, int]:
-        """Bytes on the device by part, as a `Monitor` accounts them."""
+        """Bytes on all cards by part, as a `Monitor` accounts them."""
         pool, session = self.engine.pool, self.session
+        cards = [b for b in self.scheduler.backends if not b.buffer_type.is_host]
         buffers = getattr(session.model, "buffers", [])
         forecast = self.engine.forecast
         weights = sum(b.size for b in buffers if not b.buffer_type.is_host)
         return {"weights": weights, "cache": pool.nbytes, "queues": 0,
                 "predictor": forecast.nbytes if forecast is not None else 0,
-                "activations": self.scheduler.buffer_size(pool.device), "kv": session.cache.nbytes}  # fmt: skip
+                "activations": sum(map(self.scheduler.buffer_size, cards)), "kv": session.cache.nbytes}  # fmt: skip
 
     def close(self) -> None:
         """Give all memory on the device back; the model stays open."""
