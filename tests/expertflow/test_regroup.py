@@ -123,5 +123,7 @@ def test_bad_input():
     with pytest.raises(ParameterError):
         needed(sources.load("switch-base-8").trace, 200)
     with pytest.raises(ParameterError):
+        needed(sources.load("switch-base-8").trace, 0)
+    with pytest.raises(ParameterError):
         needed(sources.load("switch-base-8").trace, 4, np.zeros((215, 47), bool))
     assert paths_of(sources.load("switch-base-8").trace).shape == (215, 48)

@@ -224,23 +224,21 @@ class TokenQueues:
             return FOREVER
         return min(q[0].since for q in self.queues.values()) + self.limits.max_wait
 
-    def next(self, now: int, idle: bool, blocked: Callable[[int, int], bool] = lambda layer, expert: False) -> list[Batch]:
+    def next(self, now: int, idle: bool) -> list[Batch]:
         """What to serve now: one queue, or several short ones of a layer; nothing where waiting is better.
 
         Whoever has waited too long comes first, the oldest of them; then full queues; then those that pay: of resident experts, or as
         long as the threshold; what is wanted soon first, then the longest. idle: nothing else can be done, so waiting gains nothing.
-        blocked: queues that cannot be served now.
         """
-        can = [key for key in self.queues if not blocked(*key)]
-        if not can:
-            return []
         queues = self.queues
-        oldest = min(can, key=lambda key: (queues[key][0].since, key))
+        if not queues:
+            return []
+        oldest = min(queues, key=lambda key: (queues[key][0].since, key))
         if self.limits.max_wait < FOREVER and now - queues[oldest][0].since >= self.limits.max_wait:
             return self._serve(oldest, "waited", now)
-        full = [key for key in can if len(queues[key]) >= self.limits.capacity]
-        pays = [key for key in can if len(queues[key]) >= (1 if self.resident(*key) else self.threshold)]
-        for keys, cause in ((full, "full"), (pays, "pays"), (can if idle else [], "idle")):
+        full = [key for key in queues if len(queues[key]) >= self.limits.capacity]
+        pays = [key for key in queues if len(queues[key]) >= (1 if self.resident(*key) else self.threshold)]
+        for keys, cause in ((full, "full"), (pays, "pays"), (list(queues) if idle else [], "idle")):
             if keys:
                 return self._serve(min(keys, key=self._place), cause, now)
         return []

@@ -87,10 +87,10 @@ def needed(routes: RouteTrace, size: int, by: np.ndarray | None = None) -> Neede
     are true routes."""
     paths = paths_of(routes)
     by = paths if by is None else by
-    pairs = [slice(at, at + 2 * size) for at in range(0, len(paths) - 2 * size + 1, 2 * size)]
+    pairs = [slice(at, at + 2 * size) for at in range(0, len(paths) - 2 * size + 1, 2 * size)] if size > 0 else []
     if not pairs or by.shape != paths.shape:
         raise ParameterError(f"batches of {size} tokens from a trace of {len(paths)}, predicted routes of shape {by.shape}",
-                             f"at most {len(paths) // 2} tokens, and {paths.shape}")  # fmt: skip
+                             f"1 to {len(paths) // 2} tokens, and {paths.shape}")  # fmt: skip
     as_come = np.arange(size), np.arange(size, 2 * size)
     counts = [(distinct(paths[p], as_come), distinct(paths[p], regroup(by[p]))) for p in pairs]
     return Needed(*(np.sum(counts, 0) / (2 * len(pairs) * routes.n_layers)).tolist())

@@ -141,21 +141,21 @@ class _Server:
 
     def run(self) -> Served:
         """Until every request has its tokens."""
-        while self._news() or self.prepared or self.queues.n_waiting or self.loading or self.arrivals:
+        while self._news() or self.prepared or self.queues.n_waiting or self.loading:
             if not (self._compute_ready() or self._start_batch(idle=False) or self._attention() or self._start_batch(idle=True)):
                 self._sleep()
         self.out.ns, self.out.longest_wait, self.out.waited = int(self.now * self.scale), self.queues.longest_wait, self.queues.waited
         return self.out
 
     def _news(self) -> bool:
-        """Requests that came or were withdrawn meanwhile."""
+        """Requests come and are withdrawn; whether more will come."""
         for request in [r for r, at in self.withdraw.items() if at <= self.now]:
             del self.withdraw[request]
             self._drop(request)
         while self.arrivals and self.arrivals[0][0] <= self.now:
             _, request = heapq.heappop(self.arrivals)
             self._begin(request)
-        return False
+        return bool(self.arrivals)
 
     def _drop(self, request: int) -> None:
         """A request leaves wherever it stands; what an expert computes for it just now is dropped."""
