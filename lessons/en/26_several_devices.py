@@ -313,8 +313,8 @@ large = took["Mixtral-8x7B", 1] / took["Mixtral-8x7B", 4]
 lesson.reveal("run", said, times=f"{ratio:.1f}", large=f"{large:.1f}")
 
 # %% [markdown]
-# The link of the one card carries everything, and twice as many bytes as in section 6: rows in 32 bits, and one back for each choice. So servers keep tokens
-# on all cards, add up before the way back, and send fewer bits. And they ask who will travel. The same 24 tokens with a forecast by the next layer's
+# The link of the one card carries everything, and at least twice as many bytes as in section 6: rows in 32 bits, and one back for each choice.
+# So servers keep tokens on all cards, add up before the way back, and send fewer bits. And they ask who will travel. The same 24 tokens with a forecast by the next layer's
 # gate; each card loads what is announced to it:
 
 # %%
@@ -324,7 +324,7 @@ for n in (2, 3, 4):
     assert s.equal
     rows.append((f"{n} experts per token", f"{s.recall:.0%}", s.loads, s.ahead))
 views.table(["announced", "of all journeys", "loads waited for", "loads ahead"], rows,
-            "Four cards: loads start early where journeys are announced. No one announces layer 0.")
+            "Four cards: loads start early where journeys are announced; a wrong name is a load too.")
 
 # %% [markdown]
 # ## 8 · Your turn · 6 min
