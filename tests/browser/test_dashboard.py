@@ -15,8 +15,9 @@ KNOBS = {  # label -> key, counters of which at least one changes (as they begin
     "window, layers ahead": ("ArrowRight", ["ms per token, one"], "Timeline"),
     "slots per layer": ("ArrowRight", ["slots"], "Memory"),
     "link": ("Home", ["ms per token, one"], "Time"),
-    "queue capacity": ("Home", ["tokens/s", "tokens per"], "Memory"),
     "longest wait": ("End", ["ms per token of a request", "tokens/s"], ""),
+    "tokens worth a load": ("ArrowRight", ["ms per token of a request", "tokens/s"], ""),      # of queues that wait
+    "queue capacity": ("Home", ["tokens/s", "tokens per"], "Memory"),
 }  # fmt: skip
 PARTS = ("Time per token by cause. A:", "Hit rates: lru", "Timeline of", "Memory of 24 GiB:", "Residency:")
 

@@ -24,6 +24,7 @@ def bench():
 
 def test_every_knob_runs_it_again_and_keeps_the_run_before(bench):
     board = Dashboard(bench)
+    assert board._board.memory["queues"] == 32 * 8 * 32 * 4096 * 4                # 32 layers of 8 queues, 32 rows of f32 each
     for i, (_, low, high, _) in enumerate(board.knobs):
         before, values = board.outcome, list(board.values)
         values[i] = high if values[i] != high else low
@@ -42,6 +43,17 @@ def test_missing_experts_on_the_host(bench):
     assert out.hosted and not out.demand_loads and out.per_token < bench.run(Settings(slots=3, link=6.0)).stream.per_token
     assert "lru reads no forecast" in board.stored_text()
     assert "plec works as lru" in Dashboard(bench, Settings("plec")).stored_text()
+
+
+def test_the_threshold_of_queues_that_wait(bench):
+    """It changes what eight requests give, and nothing of a single stream; where nobody waits it is idle, which is said."""
+    few, many, at_once, still = (bench.run(Settings(wait=wait, threshold=n)) for wait, n in ((-1, 1), (-1, 8), (0, 1), (0, 8)))
+    assert few.served.causes() != many.served.causes() and few.stream.ledger == many.stream.ledger
+    assert set(few.served.causes()) == {"pays"} and "idle" in many.served.causes()
+    assert at_once.served.batches == still.served.batches
+    assert "Nobody waits" in Dashboard(bench).stored_text() and "Nobody waits" not in Dashboard(bench, Settings(wait=5.0)).stored_text()
+    with pytest.raises(ParameterError):
+        bench.run(Settings(threshold=-1))
 
 
 def test_a_move_is_answered_in_time(bench):

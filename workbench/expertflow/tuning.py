@@ -34,7 +34,8 @@ class Settings:
     """All knobs. slots: of each layer, or with scope "global" of all traced layers together; predictor: one of PREDICTORS; window: layers
     ahead; fetch: experts named per token; capacity, wait (ms, negative for ever), merge: of the queues; link: GB/s; block: MiB of the
     pool's blocks, 0 for slots of an expert's size; hidden: width of a network that predicts, 0 for a gate that is there already; hosted:
-    a single stream's missing experts are computed on the host where that is quicker than a load."""
+    a single stream's missing experts are computed on the host where that is quicker than a load; threshold: tokens that are worth a load
+    to a queue, 0 for as many as hide it (`batching.worthwhile`)."""
 
     policy: str = "lru"
     slots: int = 4
@@ -49,6 +50,7 @@ class Settings:
     scope: str = "layer"
     hidden: int = 0
     hosted: bool = False
+    threshold: int = 0
 
 
 class Outcome(NamedTuple):
@@ -108,7 +110,8 @@ class Bench:
         policy = settings.policy if wanted is not None or settings.policy not in ("predicted", "plec") else "lru"
         stream = simulate(self.stream, costs, policy, slots, scope=settings.scope, forecast=wanted, record=record, recorded=RECORDED,
                           host_below="auto" if settings.hosted else 0, thinking=costs.predictor(settings.hidden))  # fmt: skip
-        limits = Limits(settings.capacity, FOREVER if settings.wait < 0 else int(settings.wait * 1e6), None, settings.merge)
+        limits = Limits(settings.capacity, FOREVER if settings.wait < 0 else int(settings.wait * 1e6),
+                        settings.threshold or None, settings.merge)  # fmt: skip
         pool = slots if settings.scope == "global" else slots * self.stream.trace.n_layers
         served = serve(self.long, costs, limits, pool, n_requests=self.n_requests, n_tokens=self.request_tokens,
                        policy="lfu" if policy == "lfu" else "lru")  # fmt: skip
