@@ -295,7 +295,7 @@ class _Run:
         for target, scores in self.known(step) if self.known else ():
             self._note(cache.predict(target, scores))
         out.accesses += len(wanted)
-        self._wait(costs.ids(n), "ids")
+        self._advance(costs.ids(n), "ids")
         self._note(cache.route(layer, list(wanted)))
         there = [e for e in wanted if cache.holds(layer, e)]
         hosted = [e for e in wanted if e not in there and self._on_host(wanted[e])]
@@ -342,9 +342,9 @@ class _Run:
         """Wait for experts on the host, which began when the layer's others did, and is slower while the link copies."""
         self.out.hosted += len(host)
         work, slowed = (sum(map(time, host.values())) for time in (self.costs.on_host, self.costs.beside_copies))
-        self._wait(max(0, min(gap, begun + gap + work - self.now)), "disk")
+        self._advance(max(0, min(gap, begun + gap + work - self.now)), "disk")
         while (left := work + gap - (self.now - begun) + (1 - work / slowed) * (self._copied() - copied)) > 0:
-            self._wait(ceil(left), "host")  # while it waits, more may be copied
+            self._advance(ceil(left), "host")  # while it waits, more may be copied
         self._busy("host", "compute", begun, self.now, f"{len(host)} experts of layer {layer}")
 
     def _in_ram(self, key: Key, asked: int) -> int:
@@ -367,11 +367,8 @@ class _Run:
         self._busy("device", "compute", self.now, self.now + ns, what)
         self._advance(ns, "compute")
 
-    def _wait(self, ns: int, why: str) -> None:
-        self._advance(ns, why)
-
     def _advance(self, ns: int, why: str) -> None:
-        """Time passes on the compute stream; an idle link uses it."""
+        """Time passes on the compute stream, for work or in a wait, and is charged to its cause; an idle link uses it."""
         begin, self.now = self.now, self.now + ns
         self.out.ledger[why] += ns
         self._prefetches(begin)
