@@ -1,5 +1,7 @@
 """`run`: exact text, counters, and one clear message for every wrong request."""
 
+import re
+
 import pytest
 
 from workbench import models
@@ -33,6 +35,13 @@ def test_what_was_counted_nowhere_has_no_share(capsys):
     assert run.main([*SHORT, "--predictor", "gate", "--prefetches", "0"]) == 0
     out = capsys.readouterr().out
     assert "used of them" in out and "nan" not in out
+
+
+@pytest.mark.parametrize(("more", "hit"), [([], False), (["--policy", "static"], True), (["--predictor", "gate"], True)])
+def test_with_misses_on_the_host_only_what_fetches_ahead_fills_slots(more, hit, capsys):
+    assert run.main([*SHORT, "--host-below", "auto", *more]) == 0
+    hits, loads, hosted = (int(n) for n in re.findall(r"(?:hits|loads waited for|computed on the host) +(\d+)", capsys.readouterr().out))
+    assert loads == 0 < hosted and (hits > 0) == hit
 
 
 def test_another_text_is_an_error_of_its_own(monkeypatch, capsys):

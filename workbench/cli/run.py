@@ -55,7 +55,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--prefetches", type=int, metavar="N", help="at most so many loads after each layer (default 4)")
     p.add_argument("--scope", choices=("global", "layer"), default="global", help="whether layers share their slots (default global)")
     p.add_argument("--host-below", type=_host, default=0, metavar="TOKENS|auto",
-                   help="compute missing experts with fewer tokens on the host instead of loading them (default 0: never)")  # fmt: skip
+                   help="compute missing experts with fewer tokens on the host instead of loading them (default 0: never); auto: "
+                        "where that is quicker, as for single tokens: then only a predictor or --policy static fills slots")  # fmt: skip
     p.add_argument("--granularity", default="expert", metavar="expert|matrix",
                    help="what a product waits for: all of an expert, or its own matrix (default expert)")  # fmt: skip
     p.add_argument("--no-mmap", action="store_true", help="copy the experts into pinned memory, from which prefetches really overlap")
