@@ -44,6 +44,19 @@ def test_with_misses_on_the_host_only_what_fetches_ahead_fills_slots(more, hit, 
     assert loads == 0 < hosted and (hits > 0) == hit
 
 
+def test_experts_that_the_host_does_not_hold_are_read_from_disk(capsys):
+    reads = []
+    for slots in ("2", "48"):
+        assert run.main([*SHORT, "--verify", "--host-slots", slots]) == 0
+        out = capsys.readouterr().out
+        loads, n = (int(n) for n in re.findall(r"(?:loads waited for|read from disk) +(\d+)", out))
+        reads.append(n)
+        assert "the same text" in out and n <= loads
+    assert reads[1] <= 48 and reads[1] < reads[0]                                # with room for all, each once
+    assert run.main([*SHORT, "--host-slots", "2", "--no-mmap"]) == 2 and run.main([*SHORT, "--host-slots", "0"]) == 2
+    assert "pinned memory holds all experts" in capsys.readouterr().err
+
+
 def test_another_text_is_an_error_of_its_own(monkeypatch, capsys):
     monkeypatch.setattr(models.Generation, "run", lambda self: "another")
     assert run.main([*SHORT, "--verify"]) == 1 and "ANOTHER TEXT" in capsys.readouterr().out

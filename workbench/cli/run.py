@@ -59,6 +59,8 @@ def parser() -> argparse.ArgumentParser:
                         "where that is quicker, as for single tokens: then only a predictor or --policy static fills slots")  # fmt: skip
     p.add_argument("--granularity", default="expert", metavar="expert|matrix",
                    help="what a product waits for: all of an expert, or its own matrix (default expert)")  # fmt: skip
+    p.add_argument("--host-slots", type=int, metavar="N",
+                   help="experts that the host's memory holds, those wanted last (default all); others come from a disk first")  # fmt: skip
     p.add_argument("--no-mmap", action="store_true", help="copy the experts into pinned memory, from which prefetches really overlap")
     p.add_argument("--device", default="rtx3090-pcie4", help="preset of the card (default rtx3090-pcie4)")
     p.add_argument("--verify", action="store_true",
@@ -94,7 +96,8 @@ def _run(args: argparse.Namespace) -> int:
             forecast = forecaster(args.predictor, gates, 1 if args.window is None else args.window, args.fetch, seen)
         with offload(model, args.expert_budget, policy=policy, scope=args.scope, forecast=forecast, storage=args.expert_storage,
                      mmap=not args.no_mmap, host_below=args.host_below, prefetches=4 if args.prefetches is None else args.prefetches,
-                     granularity=args.granularity, backends=args.device, verify=args.verify, hot=hot) as run:  # fmt: skip
+                     granularity=args.granularity, backends=args.device, verify=args.verify, hot=hot,
+                     host_slots=args.host_slots) as run:  # fmt: skip
             text = generate(run.session, args.prompt, args.tokens)
             print(args.prompt, end="", flush=True)
             try:
@@ -131,6 +134,8 @@ def _policy(args: argparse.Namespace) -> str:
     learning = args.predictor != "none" and learns(args.predictor)
     if args.fit and policy != "static" and not learning:
         raise ParameterError("--fit with nothing to fit", "--policy static, or a predictor other than gate", "the others learn nothing")
+    if args.host_slots is not None and args.no_mmap:
+        raise ParameterError("--host-slots with --no-mmap", "one of them", "pinned memory holds all experts")
     return policy
 
 
@@ -153,6 +158,8 @@ def _report(run: Offloaded, n_tokens: int) -> list[tuple[str, str, str]]:
              f"{_share(c.precision)} (precision); {c.late:,} late, still on their way when wanted"),
             ("dropped forecasts", f"{c.dropped:,}", "experts for which no slot could be spared"),
         ]  # fmt: skip
+    if pool.disk is not None:
+        rows.append(("read from disk", f"{pool.disk.reads:,}", f"experts; the host's memory holds {pool.disk.slots:,} at a time"))
     rows += [
         ("evictions", f"{c.evictions:,}", ""), ("computed on the host", f"{c.hosted:,}", ""),
         ("waves", f"{c.waves:,}", "where a batch needs more experts than there are slots, or some are computed on the host"),
