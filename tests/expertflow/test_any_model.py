@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 from tests.expertflow.offloaded import Run
 from tests.models.architectures import MODELS, N_VOCAB, write
 from workbench import load
-from workbench.expertflow.engine import GRANULARITIES, expert_weights
+from workbench.expertflow.engine import GRANULARITIES
 from workbench.expertflow.forecast import Forecaster
 from workbench.expertflow.observe import Gates
+from workbench.expertflow.visits import expert_weights
 
 NAMES = [name for name in MODELS if name != "deepseek-v2-lite"]  # 26 layers: too long for so many runs
 

@@ -11,12 +11,13 @@ from workbench.devices.cost import Speed
 from workbench.devices.simulated import simulated_machine
 from workbench.devices.simulated_memory import DeviceBuffer
 from workbench.errors import ParameterError, StorageError
-from workbench.expertflow.engine import GRANULARITIES, ExpertEngine, expert_weights
+from workbench.expertflow.engine import GRANULARITIES, ExpertEngine
 from workbench.expertflow.forecast import Forecaster
 from workbench.expertflow.hosted import host_ns
 from workbench.expertflow.observe import Gates
 from workbench.expertflow.offload import expert_bytes, offload
 from workbench.expertflow.pool import ExpertPool
+from workbench.expertflow.visits import expert_weights
 from workbench.trace import Trace
 
 NAMES = ["tiny-mixtral-f16", "tiny-mixtral-q8_0", "tiny-mixtral-q4_0", "tiny-deepseek-f16"]

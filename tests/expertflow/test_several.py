@@ -12,13 +12,13 @@ from workbench.devices.simulated import simulated_machine
 from workbench.devices.simulated_memory import DeviceBuffer
 from workbench.errors import AllocationError, ParameterError, StorageError
 from workbench.expertflow import lanes
-from workbench.expertflow.engine import expert_weights
 from workbench.expertflow.forecast import Forecaster
 from workbench.expertflow.observe import Gates
 from workbench.expertflow.offload import expert_bytes, offload
 from workbench.expertflow.placement import Placement, place
 from workbench.expertflow.pool import ExpertPool
 from workbench.expertflow.several import offload_across
+from workbench.expertflow.visits import expert_weights
 from workbench.trace import Trace
 
 TEXT = "And it came to pass, that the LORD said"

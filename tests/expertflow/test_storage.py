@@ -9,11 +9,11 @@ from tests.models.architectures import write
 from workbench import models
 from workbench.devices.simulated import simulated_machine
 from workbench.errors import AllocationError, ModelError, ParameterError
-from workbench.expertflow.engine import expert_weights
 from workbench.expertflow.forecast import Forecaster
 from workbench.expertflow.observe import Gates, record
 from workbench.expertflow.offload import expert_bytes, offload
 from workbench.expertflow.precision import STORAGES, StoredModel, logit_error, storage_errors, store_experts
+from workbench.expertflow.visits import expert_weights
 from workbench.expertflow.warm_up import forecaster
 
 F16, Q8_0 = 122_880, 65_280

@@ -9,10 +9,11 @@ import pytest
 from tests.expertflow.offloaded import Run
 from workbench import models, paths
 from workbench.errors import FileFormatError, ParameterError, StorageError
-from workbench.expertflow.engine import GRANULARITIES, expert_weights
+from workbench.expertflow.engine import GRANULARITIES
 from workbench.expertflow.forecast import Forecaster
 from workbench.expertflow.observe import Gates
 from workbench.expertflow.offload import budget_bytes, expert_bytes, offload
+from workbench.expertflow.visits import expert_weights
 
 NAME, PROMPT = "tiny-mixtral-f16", "And God said unto Moses, Go in unto Pharaoh"
 

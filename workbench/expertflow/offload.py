@@ -16,10 +16,11 @@ from workbench.devices.simulated import SimulatedDevice, simulated_machine
 from workbench.errors import AllocationError, ModelError, ParameterError, shown
 from workbench.expertflow.cache import ExpertCache, Future, policy_named
 from workbench.expertflow.disk import DiskTier
-from workbench.expertflow.engine import Counters, ExpertEngine, expert_weights
+from workbench.expertflow.engine import ExpertEngine
 from workbench.expertflow.forecast import Forecaster
 from workbench.expertflow.pool import ExpertPool
 from workbench.expertflow.precision import store_experts
+from workbench.expertflow.visits import Counters, expert_weights
 from workbench.models import Model, Session, place_weights
 from workbench.scheduler import Scheduler
 from workbench.trace import Trace

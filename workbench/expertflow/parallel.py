@@ -13,11 +13,12 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from workbench.devices.backend import Backend, Buffer, copy_tensor
-from workbench.expertflow.engine import ExpertEngine, Visit
+from workbench.expertflow.engine import ExpertEngine
 from workbench.expertflow.hosted import Block
 from workbench.expertflow.lanes import Board, Lane, Traffic
 from workbench.expertflow.placement import Placement, visited
 from workbench.expertflow.pool import SlotView
+from workbench.expertflow.visits import Visit
 from workbench.scheduler.splits import Split
 from workbench.scheduler.transfer import Mover, Route, UsedExperts
 from workbench.tensors.dtype import I32

@@ -15,8 +15,8 @@ import numpy as np
 from workbench.cgraph import CGraph
 from workbench.errors import ModelError, ParameterError, shown
 from workbench.execution import GraphRunner
-from workbench.expertflow.engine import expert_weights
 from workbench.expertflow.observe import Seen, record
+from workbench.expertflow.visits import expert_weights
 from workbench.kernels.blocks import chunks, decode, encode, operand
 from workbench.models import Model, Session
 from workbench.moe import Routing, build_experts

@@ -9,12 +9,12 @@ from workbench.devices.backend import Backend, DeviceType
 from workbench.devices.simulated import SimulatedDevice, simulated_machine
 from workbench.errors import ModelError, ParameterError, shown
 from workbench.expertflow.cache import ExpertCache
-from workbench.expertflow.engine import Counters, expert_weights
 from workbench.expertflow.forecast import Forecaster
 from workbench.expertflow.offload import budget_bytes
 from workbench.expertflow.parallel import CardEngine, Engines, Traffic
 from workbench.expertflow.placement import Placement
 from workbench.expertflow.pool import ExpertPool
+from workbench.expertflow.visits import Counters, expert_weights
 from workbench.models import Model, Session, place_weights
 from workbench.scheduler import Scheduler
 from workbench.tensors.tensor import Tensor

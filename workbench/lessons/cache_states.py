@@ -11,9 +11,9 @@ import numpy as np
 from workbench import models
 from workbench.expertflow import network, observe, scoring, sources
 from workbench.expertflow.cache import ExpertCache
-from workbench.expertflow.engine import Counters
 from workbench.expertflow.offload import offload
 from workbench.expertflow.replay import Forecast, Result, StepEvent, Stream, cache_for, forecast_of, replay, walk
+from workbench.expertflow.visits import Counters
 from workbench.moe import RouteTrace
 
 HELD_OUT = 12

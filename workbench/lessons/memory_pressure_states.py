@@ -12,7 +12,6 @@ from workbench import models, moe, paths
 from workbench.devices.simulated import simulated_machine
 from workbench.errors import AllocationError, StorageError
 from workbench.expertflow.control import Answer, Controller
-from workbench.expertflow.engine import expert_weights
 from workbench.expertflow.forecast import Forecaster
 from workbench.expertflow.fragments import Arena, Failure, churn
 from workbench.expertflow.monitor import Monitor, Pressure, Reading
@@ -21,6 +20,7 @@ from workbench.expertflow.offload import expert_bytes, offload
 from workbench.expertflow.pool import FRESH, ExpertPool, Slot
 from workbench.expertflow.precision import LayerError, storage_errors
 from workbench.expertflow.replay import replay
+from workbench.expertflow.visits import expert_weights
 
 MIB = 2**20
 CELL = 3_840

@@ -13,7 +13,6 @@ from workbench import models, paths
 from workbench.cgraph import CGraph
 from workbench.devices import CpuBackend
 from workbench.expertflow import sources
-from workbench.expertflow.engine import expert_weights
 from workbench.expertflow.forecast import Forecaster
 from workbench.expertflow.hindcast import Row, hindcast
 from workbench.expertflow.network import shipped_predictors
@@ -33,6 +32,7 @@ from workbench.expertflow.replay import Forecast, Result, Stream, forecast_of, r
 from workbench.expertflow.scoring import Score, evaluate, mean, top
 from workbench.expertflow.timing import Costs, Timed, costs, simulate
 from workbench.expertflow.verdict import Verdict, verdict
+from workbench.expertflow.visits import expert_weights
 from workbench.models.fitting import Fit, fit
 from workbench.models.planning import EXPERTS, SchedulePlan, plan_schedule
 from workbench.moe import RouteTrace, configs

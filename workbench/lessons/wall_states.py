@@ -10,11 +10,11 @@ import numpy as np
 
 from workbench import models, views
 from workbench.expertflow import sources
-from workbench.expertflow.engine import Counters
 from workbench.expertflow.hindcast import Row, hindcast
 from workbench.expertflow.offload import offload
 from workbench.expertflow.replay import replay
 from workbench.expertflow.timing import Costs, Timed, costs, simulate
+from workbench.expertflow.visits import Counters
 from workbench.models.described import DescribedFile
 from workbench.models.fitting import Fit, fit
 from workbench.moe import RouteTrace
