@@ -324,7 +324,8 @@ lesson.reveal("hindcast", said, near=near, of=len(free), far=len(free) - far)
 # Read the notes: where the routes of the source are unknown, ours stand in, and there the errors are large. A cost model carries over; a hit rate does
 # not. One of the published figures, 3-bit naive on the 3060, is faster than with 2 bits: most likely a misprint, shown as it is. The last four rows are of a study
 # in which a cache, and forecasts still more, made requests slower. Bytes alone do not tell why: by the model, these requests take a third less.
-#
+
+# %% [markdown]
 # ## 10 · Where which scheme wins · 4 min
 #
 # Mixtral-8x7B in 4 bits, half of its experts on the card. Batch across, link upwards, one panel per speed of the host's memory. Hits of a cache and of a hot set
