@@ -10,7 +10,7 @@ import numpy as np
 
 from workbench import models, views
 from workbench.expertflow import sources
-from workbench.expertflow.hindcast import Row, hindcast
+from workbench.expertflow.hindcast import Row, mixtral_offloading
 from workbench.expertflow.offload import offload
 from workbench.expertflow.replay import replay
 from workbench.expertflow.timing import Costs, Timed, costs, simulate
@@ -118,7 +118,7 @@ class Lesson20:
     @cached_property
     def mixtral_offloading(self) -> list[Row]:
         """Published speeds of on-demand loading (Eliseev and Mazur, 2-bit experts) beside one model that was fitted on two of them."""
-        return [r for r in hindcast() if r.source.startswith("Mixtral-offloading") and r.what.startswith("2-bit")]
+        return [r for r in mixtral_offloading() if r.what.startswith("2-bit")]
 
     # ---- a run that moves real bytes
 

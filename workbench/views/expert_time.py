@@ -143,8 +143,10 @@ def parts_picture(readings: Sequence[Reading], limit: int, caption: str, unit: t
 
 
 def hindcast_table(rows: Sequence[Row], caption: str = "") -> Table:
-    """Published beside ours, with the error and what was fitted or stands in."""
-    lines = [(r.source, r.what, f"{r.published:g} {r.unit}", f"{r.ours:.4g}", f"{r.error:+.0%}", r.note) for r in rows]
+    """Published beside ours, with the error and what was fitted or stands in. A source is named where it begins."""
+    new = [i == 0 or r.source != rows[i - 1].source for i, r in enumerate(rows)]
+    lines = [(r.source if first else "", r.what, f"{r.published:g} {r.unit}", f"{r.ours:.4g}", f"{r.error:+.0%}", r.note)
+             for first, r in zip(new, rows)]  # fmt: skip
     return table(["source", "what", "published", "ours", "error", "note"], lines, caption)
 
 
