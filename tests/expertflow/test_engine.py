@@ -11,12 +11,14 @@ from workbench.devices.cost import Speed
 from workbench.devices.simulated import simulated_machine
 from workbench.devices.simulated_memory import DeviceBuffer
 from workbench.errors import ParameterError, StorageError
+from workbench.expertflow import sources
 from workbench.expertflow.engine import GRANULARITIES, ExpertEngine
 from workbench.expertflow.forecast import Forecaster
 from workbench.expertflow.hosted import host_ns
 from workbench.expertflow.observe import Gates
 from workbench.expertflow.offload import expert_bytes, offload
 from workbench.expertflow.pool import ExpertPool
+from workbench.expertflow.replay import Stream
 from workbench.expertflow.visits import expert_weights
 from workbench.trace import Trace
 
@@ -218,6 +220,13 @@ def test_a_budget_below_a_tokens_experts_names_the_least_that_works():
         run = Run(model, 245_760)
         assert run.pool.n_slots(min(weights)) == 2
         run.close()
+
+
+@pytest.mark.parametrize("policy", ["belady", "oracle"])
+def test_a_future_that_the_slots_would_not_see_as_a_whole_is_refused(policy):
+    with models.load("tiny-mixtral-f16") as model:
+        with pytest.raises(ParameterError, match=f"policy {policy} with experts computed on the host"):
+            offload(model, 0.5, policy=policy, host_below="auto", future=Stream(sources.load("tiny-mixtral").trace))
 
 
 def test_all_experts_used_in_a_batch_gain_nothing_and_lose_what_each_copy_takes_to_start():

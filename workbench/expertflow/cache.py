@@ -65,6 +65,13 @@ def policy_named(name: str) -> Policy:
     return POLICIES[name]
 
 
+def require_every_access(policy: str, host_below: int | str) -> None:
+    """Raises ParameterError where a policy that reads the future would not see all of it, since some experts are computed on the host."""
+    if host_below and policy_named(policy).needs == "future":
+        raise ParameterError(f"policy {policy} with experts computed on the host", "host_below=0",
+                             "its future counts every access, also those that its slots would not see")  # fmt: skip
+
+
 def grouped(n_layers: int, n_expert: int, slots: int | Mapping[int, int], scope: str = "layer", sizes: Sequence[int] | None = None,
             least: int = 1) -> list[Group]:  # fmt: skip
     """The groups of layers 0 … n_layers - 1.

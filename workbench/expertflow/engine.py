@@ -20,7 +20,7 @@ import numpy as np
 from workbench.devices.backend import Backend, Event
 from workbench.devices.simulated import SimulatedEvent
 from workbench.errors import ParameterError, shown
-from workbench.expertflow.cache import ExpertCache, ExpertEvent, policy_named
+from workbench.expertflow.cache import ExpertCache, ExpertEvent, policy_named, require_every_access
 from workbench.expertflow.forecast import Forecaster
 from workbench.expertflow.hosted import HostBlock, host_ns, load_ns
 from workbench.expertflow.pool import Expert, ExpertPool, Slot, SlotView
@@ -40,7 +40,8 @@ class ExpertEngine(Mover):
     `staging` of them, which "static" needs for what only passes through. forecast: what to prefetch; at most `prefetches` loads after
     each layer. host_below: missing experts with fewer tokens than that are computed on the host instead of being loaded; "auto": where
     that is estimated to be quicker than a load, or than the rest of a load that is under way. granularity: "expert", a product waits
-    for all of its experts; "matrix", for the matrices that it reads. Raises ParameterError for other words.
+    for all of its experts; "matrix", for the matrices that it reads. Raises ParameterError for other words, and
+    for policies that read the future where experts are computed on the host.
     """
 
     attaches = True
@@ -49,6 +50,7 @@ class ExpertEngine(Mover):
                  prefetches: int = 4, staging: int = 0, granularity: str = "expert") -> None:  # fmt: skip
         if granularity not in GRANULARITIES:
             raise ParameterError(f"granularity {shown(granularity)!r}", f"one of {', '.join(GRANULARITIES)}")
+        require_every_access(cache.policy, host_below)
         self.pool, self.cache, self.forecast, self.host_below = pool, cache, forecast, host_below
         self.prefetches, self.staging, self.granularity, self.counters = prefetches, staging, granularity, Counters()
         self._others, self._host = UsedExperts(), pool.device

@@ -19,7 +19,7 @@ import numpy as np
 
 from workbench.devices.cost import DISKS, Disk, Speed, preset
 from workbench.errors import ParameterError, shown
-from workbench.expertflow.cache import ExpertCache, ExpertEvent, policy_named
+from workbench.expertflow.cache import ExpertCache, ExpertEvent, require_every_access
 from workbench.expertflow.replay import Forecast, Stream, cache_for, known_before, walk
 from workbench.moe import RouteTrace
 from workbench.moe.configs import MoEModel, model
@@ -220,9 +220,7 @@ def simulate(trace: RouteTrace | Stream, costs: Costs, policy: str = "lru", slot
         raise ParameterError(f"granularity {shown(granularity)!r}", f"one of {', '.join(GRANULARITIES)}")
     if host_slots is not None and host_slots < router.n_used:
         raise ParameterError(f"host_slots={host_slots!r}", f"{router.n_used} or more: those of a token in one layer")
-    if host_below and policy_named(policy).needs == "future":
-        raise ParameterError(f"policy {policy} with experts computed on the host", "host_below=0",
-                             "its future counts every access, also those that its slots would not see")  # fmt: skip
+    require_every_access(policy, host_below)
     cache = cache_for(stream, policy, slots, scope, hot=hot)
     if hot is not None and policy != "static":
         start_warm(cache, hot)
