@@ -199,8 +199,8 @@ class ExpertCache:
 
     def done(self, layer: int, *experts: int) -> None:
         """Experts were computed with, and their slots may be taken."""
-        g, keys = self._place(layer, experts)
-        self.caches[g].done(*keys)
+        g, base = self._group(layer)
+        self.caches[g].done(*[base + e for e in experts])
 
     def prefetch(self) -> Iterator[ExpertEvent]:
         """The link is idle: at most one load, of what is needed soonest and can have a slot."""

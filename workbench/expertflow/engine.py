@@ -194,7 +194,9 @@ class ExpertEngine(Mover):
 
     def _settle(self, target: Backend, visit: Visit, wanted: dict[int, int]) -> None:
         """Where each wanted expert (with its number of rows) is computed, and in which wave."""
-        layer, where, there, missing = visit.layer, self.pool.where, list[int](), list[int]()
+        layer, where = visit.layer, self.pool.where
+        there: list[int] = []
+        missing: list[int] = []
         visit.hosted = []
         for e, n in wanted.items():
             slot = where.get((layer, e))

@@ -35,7 +35,7 @@ class Slot:
     """Room for one expert. holds: whose bytes will be there when all that was asked for has happened, and load: the number of the
     load that brings them; unsent: its matrices that were not asked for yet; tags: whose bytes are there now, by matrix (of `n`); ready:
     by matrix, the ends of copies that nobody has waited for; read: the end of the last product that reads what will be overwritten;
-    ahead: the load was asked for before anybody wanted the expert, and nobody has since."""
+    ahead: the load was asked for before anybody wanted the expert, and nobody has since; matrices: its room as tensors, by weight."""
 
     buffer: Buffer
     size: int
@@ -47,6 +47,7 @@ class Slot:
     ready: dict[int, Event] = field(default_factory=dict)
     read: Event | None = None
     ahead: bool = False
+    matrices: dict[Tensor, Tensor] = field(default_factory=dict)
 
     @property
     def tag(self) -> Tag | None:
@@ -195,9 +196,10 @@ class ExpertPool:
     def matrix(self, slot: Slot, layer: int, m: int) -> Tensor:
         """Matrix `m` [k, n] of the expert in a slot, as a tensor."""
         weight = self.weights[layer][m]
-        t = Tensor(weight.dtype, (*weight.ne[:2], 1, 1), (*weight.nb[:3], weight.nb[2])).named(weight.name)
-        t.place(slot.buffer, self.offsets[layer][m])
-        return t
+        if weight not in slot.matrices:
+            t = slot.matrices[weight] = Tensor(weight.dtype, (*weight.ne[:2], 1, 1), (*weight.nb[:3], weight.nb[2])).named(weight.name)
+            t.place(slot.buffer, self.offsets[layer][m])
+        return slot.matrices[weight]
 
     def grow(self, size: int, n: int) -> None:
         """Take `n` more slots of a class. Raises AllocationError where the device has no room; those taken before stay."""
