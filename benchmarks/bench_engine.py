@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
-import cProfile
-import pstats
+import signal
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from inspect import isgenerator
-from statistics import median
-from time import perf_counter_ns
-from typing import Any
+from time import perf_counter
+from types import FrameType
 
 from benchmarks.harness import Table
 from workbench import models
-from workbench.devices.simulated import SimulatedDevice, SimulatedEvent
 from workbench.expertflow import sources
-from workbench.expertflow.engine import ExpertEngine
 from workbench.expertflow.forecast import Forecaster
 from workbench.expertflow.network import shipped_predictors
 from workbench.expertflow.observe import Gates, record
 from workbench.expertflow.offload import offload
-from workbench.expertflow.pool import SlotView
 from workbench.expertflow.predictors import GateAhead, Oracle, OrElse
 from workbench.expertflow.replay import forecast_of
 from workbench.expertflow.scoring import top
 from workbench.expertflow.timing import costs, simulate
-from workbench.kernels.weights import DecodedWeights
 
 CASES = (("tiny-mixtral", "Mixtral-8x7B", (2, 4)), ("tiny-deepseek", "LLaMA-MoE-v1-3.5B", (4, 8)))
 """Trace, the published configuration whose bytes and operations it gets, and slots per layer: 25 and 50 % of the experts."""
@@ -100,93 +93,49 @@ def _times(name: str, shape: str, slots: int, ends: Table) -> Table:
 
 
 def _bookkeeping() -> Table:
-    table = Table("Real time of a run with half of the experts in slots: 40 tokens, one at a time",
-                  ["model", "policy", "forecast", "token, ms", "engine's own, ms", "share", "forecasts, ms", "profiled"])  # fmt: skip
-    for name in ("tiny-mixtral-f16", "tiny-deepseek-f16"):
+    table = Table("Real time of a run with half of the experts in slots: three held-out texts, a token at a time",
+                  ["model", "policy", "forecast", "token, ms", "engine's own code", "forecasts"])  # fmt: skip
+    for name in ("tiny-mixtral", "tiny-deepseek"):
+        trace = sources.load(name).trace
+        texts = [trace.tokens[trace.sequences == s].tolist() for s in (12, 28, 44)]
         for policy, window in (("lru", 0), ("predicted", 1)):
-            with models.load(name) as model:
+            with models.load(f"{name}-f16") as model:
                 forecast = Forecaster.of_gates(Gates.of(model), window) if window else None
-                with offload(model, 0.5, policy=policy, forecast=forecast, n_ctx=512) as run:
-                    run.session.decode(model.tokenizer.encode("And God said"))
-                    spent = []
-                    for token in range(40, 80):
-                        with clocks() as took:
+                with offload(model, 0.5, policy=policy, forecast=forecast, n_ctx=512) as run, sampled() as found:
+                    begun = perf_counter()
+                    for tokens in texts:
+                        run.session.reset()
+                        for token in tokens:
                             run.session.decode([token])
-                        spent.append(took)
-                    profile = cProfile.Profile()
-                    profile.enable()
-                    for token in range(40, 80):
-                        run.session.decode([token])
-                    profile.disable()
-            whole, own, ahead = (median(t[who] for t in spent) / 1e6 for who in ("whole", "engine", "forecast"))
-            stats: Any = pstats.Stats(profile)
-            profiled = sum(t for (file, _, _), (_, _, t, _, _) in stats.stats.items() if "/expertflow/" in file) / stats.total_tt
-            table.add(name, policy, f"gate, {window} ahead" if window else "", f"{whole:.2f}", f"{own:.3f}", f"{own / whole:.1%}",
-                      f"{ahead:.3f}", f"{profiled:.1%}")  # fmt: skip
-    table.notes.append("Engine's own: from the runtime's calls to its calls of devices, median of 40; what forecasters compute apart. "
-                       "A profiler slows small functions more than large ones: an upper bound.")  # fmt: skip
+                    each = (perf_counter() - begun) / sum(map(len, texts))
+            own, ahead = (found[who] / found.total() for who in ("engine", "forecast"))
+            table.add(name, policy, f"gate, {window} ahead" if window else "", f"{1e3 * each:.2f}", f"{own:.1%}", f"{ahead:.1%}")
+    table.notes.append(f"Who was at work, looked at every {1e3 * EVERY:g} ms: expertflow's own functions, not what they call of other rooms; "
+                       "what forecasters compute stands apart.")  # fmt: skip
     return table
 
 
-INSIDE: dict[str, tuple[tuple[type, tuple[str, ...]], ...]] = {
-    "engine": ((ExpertEngine, ("begin", "keeps", "move", "compute", "done")), (SlotView, ("expert",))),
-    "forecast": ((Forecaster, ("after",)),),
-    "device": ((SimulatedDevice, ("compute_async", "set_async", "get_async", "prefetch", "synchronize", "wait_event", "new_event",
-                                  "then")),
-               (SimulatedEvent, ("record", "synchronize")), (DecodedWeights, ("matrix",))),
-}  # fmt: skip
-"""Whose time it is from the call of such a method on, until it returns or calls one of another kind."""
+EVERY = 0.001
+"""Seconds between two looks at who is at work: so seldom that looking changes nothing, and a run of some seconds has thousands."""
 
 
 @contextmanager
-def clocks() -> Iterator[Counter[str]]:
-    """Nanoseconds by kind (see INSIDE, and "whole") of what runs inside."""
-    took, who, real = Counter[str](), ["rest"], []
-    since = begun = perf_counter_ns()
+def sampled() -> Iterator[Counter[str]]:
+    """Counts how often expertflow's code ("engine"), a forecaster ("forecast") or anything else ("rest") was found at work inside."""
+    found = Counter[str]()
 
-    def charge() -> None:
-        nonlocal since
-        now = perf_counter_ns()
-        took[who[-1]], since = took[who[-1]] + now - since, now
+    def look(_: int, frame: FrameType | None) -> None:
+        at, files = frame, list[str]()
+        while at is not None and len(files) < 6:  # deeper than a forecaster's arithmetic
+            files.append(at.f_code.co_filename)
+            at = at.f_back
+        inside = any(file.endswith("forecast.py") for file in files)
+        found["forecast" if inside else "engine" if "expertflow" in files[0] else "rest"] += 1
 
-    def enter(kind: str) -> None:
-        charge()
-        who.append(kind)
-
-    def leave() -> None:
-        charge()
-        who.pop()
-
-    def wrapped(method: Callable[..., Any], kind: str) -> Callable[..., Any]:
-        def call(*args: Any, **more: Any) -> Any:
-            enter(kind)
-            try:
-                found = method(*args, **more)
-                return drained(found, kind) if isgenerator(found) else found
-            finally:
-                leave()
-
-        return call
-
-    def drained(items: Iterator[Any], kind: str) -> Iterator[Any]:
-        while True:
-            enter(kind)
-            try:
-                item = next(items, None)
-            finally:
-                leave()
-            if item is None:
-                return
-            yield item
-
-    for kind, methods in INSIDE.items():
-        for cls, names in methods:
-            real += [(cls, name, getattr(cls, name)) for name in names]
-            for name in names:
-                setattr(cls, name, wrapped(getattr(cls, name), kind))
+    before = signal.signal(signal.SIGALRM, look)
+    signal.setitimer(signal.ITIMER_REAL, EVERY, EVERY)
     try:
-        yield took
+        yield found
     finally:
-        took["whole"] = perf_counter_ns() - begun
-        for cls, name, method in real:
-            setattr(cls, name, method)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)

@@ -204,8 +204,8 @@ class ExpertCache:
 
     def prefetch(self) -> Iterator[ExpertEvent]:
         """The link is idle: at most one load, of what is needed soonest and can have a slot."""
-        ahead: list[tuple[Due, int]] = sorted((due, g) for g, cache in enumerate(self.caches) if (due := cache.upcoming()) is not None)
-        for _, g in ahead:
+        ahead: list[tuple[Due, int]] = [(due, g) for g, cache in enumerate(self.caches) if (due := cache.upcoming()) is not None]
+        for _, g in sorted(ahead):
             for event in self._named(g, self.caches[g].prefetch()):
                 yield event
                 if event[0] == "load":

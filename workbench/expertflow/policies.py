@@ -340,11 +340,12 @@ class Planned(Recency):
         """Who is wanted, soonest and most likely first."""
         self.plan = {}
         for due in sorted(self.visits):
-            for key, score in self._chosen(due):
-                self.plan.setdefault(key, (due, -score))
+            for minus, key in self._chosen(due):
+                self.plan.setdefault(key, (due, minus))
 
-    def _chosen(self, due: int) -> list[tuple[int, float]]:
-        return sorted(self.visits[due].items(), key=lambda item: (-item[1], item[0]))
+    def _chosen(self, due: int) -> list[tuple[float, int]]:
+        """Minus the probability of each key, and the key: the most likely first."""
+        return sorted([(-score, key) for key, score in self.visits[due].items()])
 
     def route(self, due: int, needed: Collection[int], together: bool = True) -> Iterator[Event]:
         """The router has spoken: what was predicted for this step and is not needed goes behind all others.
@@ -399,7 +400,10 @@ class Planned(Recency):
 
     def upcoming(self) -> Due | None:
         """The first of the plan that is missing."""
-        return next((due for key, due in self.plan.items() if key not in self.resident), None)
+        for key, due in self.plan.items():
+            if key not in self.resident:
+                return due
+        return None
 
     def prefetch(self) -> Iterator[Event]:
         """At most one load: of the first in the plan that is missing. Those for which there is no room are dropped."""
@@ -437,7 +441,7 @@ class Allotted(Planned):
         self.allotment = dict(zip(due, allot([len(self.visits[d]) for d in due], self.slots - len(self.busy))))
         super().replan()
 
-    def _chosen(self, due: int) -> list[tuple[int, float]]:
+    def _chosen(self, due: int) -> list[tuple[float, int]]:
         return super()._chosen(due)[: self.allotment[due]]
 
 
