@@ -110,7 +110,7 @@ def _bookkeeping() -> Table:
                     each = (perf_counter() - begun) / sum(map(len, texts))
             own, ahead = (found[who] / found.total() for who in ("engine", "forecast"))
             table.add(name, policy, f"gate, {window} ahead" if window else "", f"{1e3 * each:.2f}", f"{own:.1%}", f"{ahead:.1%}")
-    table.notes.append(f"Who was at work, looked at every {1e3 * EVERY:g} ms: expertflow's own functions, not what they call of other rooms; "
+    table.notes.append(f"Who was at work, seen every {1e3 * EVERY:g} ms: expertflow's own functions, not what they call of other rooms; "
                        "what forecasters compute stands apart.")  # fmt: skip
     return table
 
