@@ -129,10 +129,10 @@ class Page:
         for item in items:
             self.page.get_by_role("menuitem", name=item, exact=True).click()
 
-    def dark(self):
-        """Change to the dark theme, by the command behind the menu, and wait until it is there. The next notebook is light again."""
-        self.page.evaluate("() => window.jupyterapp.commands.execute('apputils:change-theme', {theme: 'JupyterLab Dark'})")
-        self.page.wait_for_function("() => document.body.dataset.jpThemeLight === 'false'")
+    def theme(self, name):
+        """Change to the theme "Light" or "Dark", by the command behind the menu, and wait until it is there. The next notebook is light."""
+        self.page.evaluate("name => window.jupyterapp.commands.execute('apputils:change-theme', {theme: `JupyterLab ${name}`})", name)
+        self.page.wait_for_function("light => document.body.dataset.jpThemeLight === light", arg=str(name == "Light").lower())
         self.page.wait_for_timeout(300)
 
     def start_all(self):
@@ -172,9 +172,10 @@ class Page:
 
     def both_themes(self, script, file):
         """Serious findings in the light theme, and then in the dark one, where only contrast can differ; a picture of each."""
+        self.theme("Light")
         found = {"light": self.axe(script)}
         self.shot(file.with_name(file.name + "-light.png"))
-        self.dark()
+        self.theme("Dark")
         found["dark"] = self.axe(script, "color-contrast")
         self.shot(file.with_name(file.name + "-dark.png"))
         return {theme: some for theme, some in found.items() if some}

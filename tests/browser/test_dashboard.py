@@ -71,8 +71,7 @@ def test_the_pictures_say_what_they_show(board):
 
 
 def test_light_and_dark(desk, board, axe_script, artifacts):
-    for theme in ("light", "dark"):
-        if theme == "dark":
-            desk.dark()
-        board.screenshot(path=artifacts / f"dashboard-{theme}.png")
+    for theme in ("Light", "Dark"):
+        desk.theme(theme)
+        board.screenshot(path=artifacts / f"dashboard-{theme.lower()}.png")
         assert desk.axe(axe_script, "color-contrast") == []
