@@ -12,6 +12,7 @@ from types import FrameType
 from benchmarks.harness import Table
 from workbench import models
 from workbench.expertflow import sources
+from workbench.expertflow.costs import costs
 from workbench.expertflow.forecast import Forecaster
 from workbench.expertflow.network import shipped_predictors
 from workbench.expertflow.observe import Gates, record
@@ -19,7 +20,7 @@ from workbench.expertflow.offload import offload
 from workbench.expertflow.predictors import GateAhead, Oracle, OrElse
 from workbench.expertflow.replay import forecast_of
 from workbench.expertflow.scoring import top
-from workbench.expertflow.timing import costs, simulate
+from workbench.expertflow.timing import simulate
 
 CASES = (("tiny-mixtral", "Mixtral-8x7B", (2, 4)), ("tiny-deepseek", "LLaMA-MoE-v1-3.5B", (4, 8)))
 """Trace, the published configuration whose bytes and operations it gets, and slots per layer: 25 and 50 % of the experts."""

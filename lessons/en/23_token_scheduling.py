@@ -473,7 +473,7 @@ def hides(load, times):
     return int(load / times[1]) + 1
 
 # %% tags=["check"]
-from workbench.expertflow.timing import costs
+from workbench.expertflow.costs import costs
 cards = [("rtx3090-pcie4", "f16"), ("rtx3090-pcie4", "q4_0"), ("a100", "q4_0")]
 all_of = [costs("Mixtral-8x7B", card, kind) for card, kind in cards]
 on = [(c.load, {n: c.expert(n) for n in range(1, 2000)}) for c in all_of]

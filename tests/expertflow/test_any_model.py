@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.expertflow.offloaded import Run
 from tests.models.architectures import MODELS, N_VOCAB, write
 from workbench import load
-from workbench.expertflow.engine import GRANULARITIES
+from workbench.expertflow.cache import GRANULARITIES
 from workbench.expertflow.forecast import Forecaster
 from workbench.expertflow.observe import Gates
 from workbench.expertflow.visits import expert_weights

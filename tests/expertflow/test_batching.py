@@ -16,7 +16,7 @@ from workbench.expertflow.batching import (
     TokenQueues,
     worthwhile,
 )
-from workbench.expertflow.timing import costs
+from workbench.expertflow.costs import costs
 
 
 @settings(max_examples=80, deadline=None)

@@ -7,7 +7,7 @@ from tests.expertflow.offloaded import Run
 from workbench import models
 from workbench.devices.cost import DISKS
 from workbench.errors import ParameterError
-from workbench.expertflow.engine import GRANULARITIES
+from workbench.expertflow.cache import GRANULARITIES
 from workbench.expertflow.forecast import Forecaster
 from workbench.expertflow.hosted import HostBlock
 from workbench.expertflow.observe import Gates

@@ -12,7 +12,8 @@ from workbench.devices.simulated import simulated_machine
 from workbench.devices.simulated_memory import DeviceBuffer
 from workbench.errors import ParameterError, StorageError
 from workbench.expertflow import sources
-from workbench.expertflow.engine import GRANULARITIES, ExpertEngine
+from workbench.expertflow.cache import GRANULARITIES
+from workbench.expertflow.engine import ExpertEngine
 from workbench.expertflow.forecast import Forecaster
 from workbench.expertflow.hosted import host_ns
 from workbench.expertflow.observe import Gates

@@ -5,9 +5,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from workbench.expertflow.costs import costs
 from workbench.expertflow.hindcast import MIXTRAL_OFFLOADING, PR_15346, QWEN_35B_RUNS, hindcast
 from workbench.expertflow.regimes import SCHEMES, Rates, diagram, measured, step_times
-from workbench.expertflow.timing import costs
 from workbench.moe import RouteTrace
 from workbench.moe.configs import expected_distinct
 

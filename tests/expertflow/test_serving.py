@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from workbench.errors import ParameterError
 from workbench.expertflow import sources
 from workbench.expertflow.batching import FOREVER, LATENCY, THROUGHPUT, Limits
+from workbench.expertflow.costs import costs
 from workbench.expertflow.predictors import Oracle
 from workbench.expertflow.replay import forecast_of, seen_routes
 from workbench.expertflow.scoring import top
 from workbench.expertflow.serving import _Server, serve
-from workbench.expertflow.timing import costs
 
 COSTS = costs("Mixtral-8x7B", kind="q4_0")
 ROUTES = sources.load("tiny-mixtral").trace

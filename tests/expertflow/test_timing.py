@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from workbench.devices.cost import DISKS
 from workbench.errors import ParameterError
+from workbench.expertflow.costs import costs
 from workbench.expertflow.replay import Forecast, Stream, replay
-from workbench.expertflow.timing import LOSSES, costs, simulate
+from workbench.expertflow.timing import LOSSES, simulate
 from workbench.moe import RouteTrace
 from workbench.moe.configs import MODELS
 from workbench.trace import Trace

@@ -9,7 +9,7 @@ import pytest
 from tests.expertflow.offloaded import Run
 from workbench import models, paths
 from workbench.errors import FileFormatError, ParameterError, StorageError
-from workbench.expertflow.engine import GRANULARITIES
+from workbench.expertflow.cache import GRANULARITIES
 from workbench.expertflow.forecast import Forecaster
 from workbench.expertflow.observe import Gates
 from workbench.expertflow.offload import budget_bytes, expert_bytes, offload

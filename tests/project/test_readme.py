@@ -9,11 +9,12 @@ import numpy as np
 
 from workbench import models
 from workbench.expertflow import sources
+from workbench.expertflow.costs import costs
 from workbench.expertflow.observe import record
 from workbench.expertflow.predictors import GateAhead
 from workbench.expertflow.replay import forecast_of
 from workbench.expertflow.scoring import top
-from workbench.expertflow.timing import costs, simulate
+from workbench.expertflow.timing import simulate
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -5,13 +5,14 @@ import pytest
 from workbench import models, views
 from workbench.errors import ParameterError
 from workbench.expertflow import sources
+from workbench.expertflow.costs import costs
 from workbench.expertflow.forecast import Forecaster
 from workbench.expertflow.hindcast import hindcast
 from workbench.expertflow.monitor import Monitor
 from workbench.expertflow.observe import Gates
 from workbench.expertflow.offload import offload
 from workbench.expertflow.regimes import Rates, diagram
-from workbench.expertflow.timing import costs, simulate
+from workbench.expertflow.timing import simulate
 from workbench.trace import Trace
 
 COSTS = costs(kind="q4_0")

@@ -8,8 +8,8 @@ import pytest
 from workbench import models
 from workbench.errors import ParameterError
 from workbench.expertflow import sources
+from workbench.expertflow.costs import costs
 from workbench.expertflow.observe import record
-from workbench.expertflow.timing import costs
 from workbench.expertflow.tuning import Bench, Settings
 from workbench.widgets.dashboard import Dashboard
 

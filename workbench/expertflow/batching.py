@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from workbench.errors import ParameterError
-from workbench.expertflow.timing import Costs
+from workbench.expertflow.costs import Costs
 
 FOREVER = 1 << 62
 

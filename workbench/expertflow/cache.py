@@ -21,6 +21,8 @@ from workbench.expertflow.policies import ALWAYS, Cache, Due, Event
 ExpertEvent = tuple[str, int, int, str]
 """kind, layer, expert, cause."""
 SCOPES, RESIDENCIES = ("layer", "global"), ("together", "one_by_one")
+GRANULARITIES = ("expert", "matrix")
+"""What moves, and is waited for, at a time: all of an expert, or the matrix that a product reads."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,12 @@ def policy_named(name: str) -> Policy:
     if name not in POLICIES:
         raise ParameterError(f"policy {shown(name)!r}", f"one of {', '.join(POLICIES)}")
     return POLICIES[name]
+
+
+def require_granularity(granularity: str) -> None:
+    """Raises ParameterError for another word than those of GRANULARITIES."""
+    if granularity not in GRANULARITIES:
+        raise ParameterError(f"granularity {shown(granularity)!r}", f"one of {', '.join(GRANULARITIES)}")
 
 
 def require_every_access(policy: str, host_below: int | str) -> None:

@@ -19,8 +19,8 @@ import numpy as np
 
 from workbench.devices.backend import Backend, Event
 from workbench.devices.simulated import SimulatedEvent
-from workbench.errors import ParameterError, shown
-from workbench.expertflow.cache import ExpertCache, ExpertEvent, policy_named, require_every_access
+from workbench.errors import ParameterError
+from workbench.expertflow.cache import ExpertCache, ExpertEvent, policy_named, require_every_access, require_granularity
 from workbench.expertflow.forecast import Forecaster
 from workbench.expertflow.hosted import HostBlock, host_ns, load_ns
 from workbench.expertflow.pool import Expert, ExpertPool, Slot, SlotView
@@ -28,9 +28,6 @@ from workbench.expertflow.visits import Counters, Visit, between, memory_of
 from workbench.scheduler.splits import Split
 from workbench.scheduler.transfer import Mover, Route, UsedExperts, read_ids
 from workbench.tensors.tensor import Tensor
-
-GRANULARITIES = ("expert", "matrix")
-"""What a product waits for: all of an expert, or the matrix that it reads."""
 
 
 class ExpertEngine(Mover):
@@ -48,8 +45,7 @@ class ExpertEngine(Mover):
 
     def __init__(self, pool: ExpertPool, cache: ExpertCache, forecast: Forecaster | None = None, *, host_below: int | str = 0,
                  prefetches: int = 4, staging: int = 0, granularity: str = "expert") -> None:  # fmt: skip
-        if granularity not in GRANULARITIES:
-            raise ParameterError(f"granularity {shown(granularity)!r}", f"one of {', '.join(GRANULARITIES)}")
+        require_granularity(granularity)
         require_every_access(cache.policy, host_below)
         self.pool, self.cache, self.forecast, self.host_below = pool, cache, forecast, host_below
         self.prefetches, self.staging, self.granularity, self.counters = prefetches, staging, granularity, Counters()

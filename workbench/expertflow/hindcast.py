@@ -14,12 +14,13 @@ import numpy as np
 
 from workbench import models
 from workbench.expertflow import sources
+from workbench.expertflow.costs import costs
 from workbench.expertflow.observe import record
 from workbench.expertflow.policies import Recency
 from workbench.expertflow.predictors import GateAhead, Oracle
 from workbench.expertflow.replay import Stream, forecast_of, replay, seen_routes
 from workbench.expertflow.scoring import top
-from workbench.expertflow.timing import costs, simulate
+from workbench.expertflow.timing import simulate
 from workbench.moe import RouteTrace
 from workbench.moe.configs import expected_distinct, model
 

@@ -1,4 +1,4 @@
-"""Where which scheme wins: a phase diagram over batch, link and memory, for one published model (all times from `timing.Costs`).
+"""Where which scheme wins: a phase diagram over batch, link and memory, for one published model (all times from `costs.Costs`).
 
 Ways to decode a step of n tokens with a mixture of experts: everything on the card; experts computed on the host; the used experts
 copied anew each time (ggml's rule); a cache of experts, whose misses are copied while the device computes what it can; the experts used
@@ -13,8 +13,8 @@ from dataclasses import replace
 from math import ceil
 from typing import NamedTuple
 
+from workbench.expertflow.costs import Costs
 from workbench.expertflow.replay import Stream, replay
-from workbench.expertflow.timing import Costs
 from workbench.moe import RouteTrace
 
 SCHEMES = ("resident", "host", "used experts", "cache", "hot", "shared", "forecast")

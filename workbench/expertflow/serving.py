@@ -1,7 +1,7 @@
 """Requests served side by side in virtual time: arrivals, token queues, one device, one link, and a cache of experts.
 
 Routes come from a trace, each request being one of its sequences; bytes and operations from a named published configuration
-(`timing`). Only the traced layers run, so times are scaled to the layers of the configuration. A request decodes one token after the
+(`costs`). Only the traced layers run, so times are scaled to the layers of the configuration. A request decodes one token after the
 other: its next one begins when the last layer has joined the one before.
 """
 
@@ -16,8 +16,8 @@ import numpy as np
 from workbench.errors import ParameterError, shown
 from workbench.expertflow.batching import FOREVER, Announced, Batch, Limits, Readings, TokenQueues, worthwhile
 from workbench.expertflow.cache import ExpertCache
+from workbench.expertflow.costs import Costs
 from workbench.expertflow.replay import Forecast
-from workbench.expertflow.timing import Costs
 from workbench.moe import RouteTrace
 
 

@@ -14,13 +14,14 @@ import numpy as np
 
 from workbench.errors import ParameterError, shown
 from workbench.expertflow.batching import FOREVER, Limits
+from workbench.expertflow.costs import Costs
 from workbench.expertflow.fragments import blocks
 from workbench.expertflow.observe import Seen
 from workbench.expertflow.predictors import Frequency, GateAhead, Oracle, OrElse, Predictor
 from workbench.expertflow.replay import Forecast, Stream, forecast_of, replay
 from workbench.expertflow.scoring import top
 from workbench.expertflow.serving import Served, serve
-from workbench.expertflow.timing import Costs, Timed, simulate
+from workbench.expertflow.timing import Timed, simulate
 from workbench.moe import RouteTrace
 from workbench.trace import Trace
 

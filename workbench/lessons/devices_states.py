@@ -14,6 +14,7 @@ from workbench.devices.cost import Speed, preset
 from workbench.devices.simulated import SimulatedDevice, simulated_machine
 from workbench.expertflow import sources
 from workbench.expertflow.cache import ExpertCache
+from workbench.expertflow.costs import Costs, costs
 from workbench.expertflow.forecast import Forecaster
 from workbench.expertflow.observe import Gates, record
 from workbench.expertflow.parallel import CardEngine, Engines
@@ -21,7 +22,6 @@ from workbench.expertflow.placement import Placement, pack, place, visited
 from workbench.expertflow.pool import ExpertPool
 from workbench.expertflow.predictors import GateAhead
 from workbench.expertflow.several import offload_across
-from workbench.expertflow.timing import Costs, costs
 from workbench.moe import ExpertWeights, RouteTrace, Routing, build_experts, configs
 from workbench.scheduler import Scheduler
 from workbench.tensors import Context, Flag, Tensor, Usage

@@ -13,6 +13,7 @@ from workbench import models, paths
 from workbench.cgraph import CGraph
 from workbench.devices import CpuBackend
 from workbench.expertflow import sources
+from workbench.expertflow.costs import Costs, costs
 from workbench.expertflow.forecast import Forecaster
 from workbench.expertflow.hindcast import Row, hindcast
 from workbench.expertflow.network import shipped_predictors
@@ -30,7 +31,7 @@ from workbench.expertflow.predictors import (
 from workbench.expertflow.regimes import Point, Rates, diagram, measured
 from workbench.expertflow.replay import Forecast, Result, Stream, forecast_of, replay
 from workbench.expertflow.scoring import Score, evaluate, mean, top
-from workbench.expertflow.timing import Costs, Timed, costs, simulate
+from workbench.expertflow.timing import Timed, simulate
 from workbench.expertflow.verdict import Verdict, verdict
 from workbench.expertflow.visits import expert_weights
 from workbench.models.fitting import Fit, fit

@@ -13,13 +13,14 @@ import numpy as np
 from workbench import models, paths, views
 from workbench.expertflow import sources
 from workbench.expertflow.calibration import Calibration, Row, calibrate, report
+from workbench.expertflow.costs import Costs, costs
 from workbench.expertflow.network import shipped_predictors
 from workbench.expertflow.observe import Seen, record
 from workbench.expertflow.online import Batch, Online, recalibrate, stream
 from workbench.expertflow.predictors import Predictor, Shared
 from workbench.expertflow.replay import forecast_of
 from workbench.expertflow.scoring import Choose, batches, top
-from workbench.expertflow.timing import Costs, Timed, costs, simulate
+from workbench.expertflow.timing import Timed, simulate
 
 NAME, PER_DOMAIN = "tiny-mixtral", 16
 ENGLISH, PYTHON = 1, 0

@@ -13,6 +13,7 @@ import numpy as np
 from workbench import models
 from workbench.expertflow import sources
 from workbench.expertflow.batching import FOREVER, Batch, Limits, Readings, TokenQueues
+from workbench.expertflow.costs import Costs, costs
 from workbench.expertflow.forecast import Forecaster
 from workbench.expertflow.network import shipped_predictors
 from workbench.expertflow.observe import Gates, Seen, record, split
@@ -23,7 +24,6 @@ from workbench.expertflow.replay import Forecast, forecast_of
 from workbench.expertflow.scoring import top
 from workbench.expertflow.segments import Request, SegmentServer
 from workbench.expertflow.serving import Served, serve
-from workbench.expertflow.timing import Costs, costs
 from workbench.moe import RouteTrace
 from workbench.views.tables import text
 

@@ -12,9 +12,9 @@ from typing import Any
 from workbench import models, widgets
 from workbench.expertflow import sources, tuning
 from workbench.expertflow.batching import Limits, TokenQueues
+from workbench.expertflow.costs import Costs, costs
 from workbench.expertflow.fragments import blocks
 from workbench.expertflow.observe import record
-from workbench.expertflow.timing import Costs, costs
 from workbench.expertflow.tuning import Bench, Outcome, Settings
 
 USED = 22e9

@@ -10,10 +10,11 @@ import numpy as np
 
 from workbench import models, views
 from workbench.expertflow import sources
+from workbench.expertflow.costs import Costs, costs
 from workbench.expertflow.hindcast import Row, mixtral_offloading
 from workbench.expertflow.offload import offload
 from workbench.expertflow.replay import replay
-from workbench.expertflow.timing import Costs, Timed, costs, simulate
+from workbench.expertflow.timing import Timed, simulate
 from workbench.expertflow.visits import Counters
 from workbench.models.described import DescribedFile
 from workbench.models.fitting import Fit, fit
